@@ -1,0 +1,207 @@
+"""The run's arguments, on TRL's dataclasses: defaults < YAML (`--config`) < command line; an unknown key is an error.
+
+Parsing touches no device and starts no process group: `TrainArguments.activate` does that, after the checks
+(`recipe.preflight`), so that a typo costs a second and not a place in the queue.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+from recipe.errors import UserError
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass
+class DataArguments(ScriptArguments):
+    """Where the training rows come from. Length, packing and loss mask are TRL's own keys (`SFTConfig`)."""
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "A local .jsonl/.json/.parquet/.csv file, a folder written by `datasets.save_to_disk`, or a hub id."
+        },
+    )
+    dataset_test_split: str | None = field(
+        default=None, metadata={"help": "Split of the same data set to evaluate on. Unset: see eval_samples."}
+    )
+    eval_samples: int = field(
+        default=0,
+        metadata={"help": "Rows held out of the training split for evaluation, chosen by `seed`. 0: no evaluation."},
+    )
+    data_cache_dir: str = field(
+        default="runs/.data", metadata={"help": "Folder of prepared data sets, shared by runs and by all nodes."}
+    )
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    """Which model, and in which dtype its master weights, gradients and moments live."""
+
+    dtype: str | None = field(
+        default=None, metadata={"help": "Not used: see param_dtype, which also decides the optimizer's dtype."}
+    )
+    param_dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "Master weights and Adam moments. 'float32' (with bf16 compute) is right for most runs; "
+            "'bfloat16' halves the memory and loses updates smaller than 1/256 of a weight.",
+            "choices": list(DTYPES),
+        },
+    )
+    reduce_dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "Dtype of the gradient reduce-scatter under bf16. 'bfloat16' halves the traffic.",
+            "choices": list(DTYPES),
+        },
+    )
+
+
+@dataclass
+class TrainArguments(SFTConfig):
+    """TRL's `SFTConfig` with the batch asked for as a whole, and with safe defaults for sharded runs."""
+
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Samples (packed blocks, when packing) in one optimizer step, over all ranks. Accumulation is "
+            "derived: global_batch_size / (ranks x per_device_train_batch_size)."
+        },
+    )
+    resume_from_checkpoint: str | None = field(
+        default="auto",
+        metadata={
+            "help": "'auto': the newest complete checkpoint of this run, else a fresh start; 'none'; or a folder."
+        },
+    )
+    export_dtype: str = field(
+        default="bfloat16", metadata={"help": "Dtype of the exported weights.", "choices": list(DTYPES)}
+    )
+    max_shard_size: str = field(default="5GB", metadata={"help": "Largest exported safetensors file."})
+    export: bool = field(default=True, metadata={"help": "Export a Hugging Face folder when training has ended."})
+
+    # Safe defaults for sharded runs, each where the library's own would fail or mislead.
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "Samples per rank in one forward pass."})
+    save_strategy: str = field(default="steps", metadata={"help": "'steps' or 'no'."})
+    save_total_limit: int | None = field(default=3, metadata={"help": "Checkpoints kept; older ones are deleted."})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN losses from the log."})
+    logging_steps: float = field(default=1, metadata={"help": "Optimizer steps between two lines of metrics.jsonl."})
+    disable_tqdm: bool | None = field(default=True, metadata={"help": "The recipe has a progress bar of its own."})
+    report_to: str | list[str] = field(default="tensorboard", metadata={"help": "Trackers; 'none' for none."})
+    max_length: int | None = field(
+        default=None, metadata={"help": "Tokens of a sample, or of a packed block. No default: a silent cut is costly."}
+    )
+    activation_checkpointing: bool = field(
+        default=True, metadata={"help": "Recompute activations in the backward pass (non-reentrant)."}
+    )
+    gradient_checkpointing: bool | None = field(
+        default=None, metadata={"help": "The older name of activation_checkpointing; it wins where it is set."}
+    )
+    stop_at_step: int | None = field(
+        default=None,
+        metadata={"help": "Leave after this step with a checkpoint, the schedule unchanged, as if interrupted."},
+    )
+    pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Pad batches to a multiple of this."})
+
+    def __post_init__(self) -> None:
+        """Nothing yet: transformers starts the process group in here, and the checks come first."""
+
+    def activate(self, world_size: int) -> None:
+        """Derive accumulation from `world_size`, then let transformers take the device and join the process group."""
+        assert self.global_batch_size is not None, "preflight refuses a run without global_batch_size"
+        self.gradient_accumulation_steps = self.global_batch_size // (world_size * self.per_device_train_batch_size)
+        if self.gradient_checkpointing is not None:
+            self.activation_checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
+        self.activation_checkpointing_kwargs = {"use_reentrant": False} | (self.activation_checkpointing_kwargs or {})
+        # Without this, accumulation keeps every rank's gradients whole (276 GB at 70B) until the last micro-batch.
+        self.accelerator_config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        # The data room has done what these ask for; TRL would do it again, from the hub.
+        self.dataset_kwargs = {"skip_prepare_dataset": True}
+        self.assistant_only_loss, self.chat_template_path = False, None
+        super().__post_init__()
+
+
+Arguments = tuple[DataArguments, ModelArguments, TrainArguments]
+
+
+class _Parser(TrlParser):
+    """`TrlParser` that names the nearest known key and checks the type of YAML values as strictly as the command line's."""
+
+    def __init__(self) -> None:
+        super().__init__((DataArguments, ModelArguments, TrainArguments), allow_abbrev=False, prog="recipe.train")
+
+    def error(self, message: str) -> Any:
+        raise UserError(message)
+
+    def known_keys(self) -> list[str]:
+        return sorted(action.dest for action in self._actions if action.dest != "help")
+
+    def unknown(self, keys: Sequence[str], where: str) -> list[str]:
+        known = self.known_keys()
+        problems = []
+        for key in keys:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+                problems.append(f"unknown key '{key}' {where}; the nearest known key is '{near[0]}'")
+        return problems
+
+    def parse(self, argv: Sequence[str]) -> Arguments:
+        argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+        config: dict[str, Any] = {}
+        where = ""
+        if "--config" in argv:
+            at = argv.index("--config")
+            if at + 1 == len(argv):
+                raise UserError("--config needs a path to a YAML file")
+            path = argv[at + 1]
+            argv = argv[:at] + argv[at + 2 :]
+            where = f"in {path}"
+            config = read_config(path)
+        flags = [arg[2:].split("=", 1)[0].replace("-", "_") for arg in argv if arg.startswith("--")]
+        problems = self.unknown([*config], where)
+        problems += self.unknown([f.removeprefix("no_") if f not in self.known_keys() else f for f in flags if f != "help"],
+                                 "on the command line")
+        if problems:
+            raise UserError(*problems)
+        # argparse applies an argument's type to string defaults only, so YAML scalars go in as text.
+        self.set_defaults_with_config(**{k: _as_text(v) for k, v in config.items()})
+        data, model, train = self.parse_args_into_dataclasses(args=list(argv), look_for_args_file=False)
+        return data, model, train
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float | bool) else value
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Read a run's YAML file as a mapping. Raises `UserError` where there is none."""
+    try:
+        config = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise UserError(f"no config file at '{path}'; give --config an existing YAML file") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} must hold a YAML mapping of keys to values, not {type(config).__name__}")
+    return config
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """Parse `argv` (default: the process's) into the three dataclasses.
+
+    Returns:
+        `(DataArguments, ModelArguments, TrainArguments)`, not yet activated.
+
+    Raises:
+        UserError: unknown keys (all of them, each with the nearest known one) or a value of the wrong type.
+    """
+    return _Parser().parse(sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,1 @@
+"""What happens beside the training loop, one concern a file."""

@@ -1,0 +1,39 @@
+"""`metrics.jsonl` in the run folder: one JSON object a logged step. A resumed run goes on where its checkpoint was."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from recipe.callbacks.meter import StepMeter
+
+FILE = "metrics.jsonl"
+
+
+class MetricsFile(TrainerCallback):
+    """Appends what the trainer logs, and each rank's peak memory; on rank 0."""
+
+    def __init__(self, run_dir: Path, meter: StepMeter):
+        self.path, self.meter = run_dir / FILE, meter
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Drop the lines of steps that a crash undid."""
+        if state.is_world_process_zero and self.path.exists():
+            kept = [line for line in self.path.read_text().splitlines() if _step(line) <= state.global_step]
+            self.path.write_text("".join(f"{line}\n" for line in kept))
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+    ) -> None:
+        if state.is_world_process_zero and ("loss" in logs or any(key.startswith("eval_") for key in logs)):
+            with self.path.open("a") as file:
+                extra = {"peak_memory_bytes": self.meter.peak_memory} if "loss" in logs else {}
+                file.write(json.dumps({"step": state.global_step, **logs, **extra}) + "\n")
+
+
+def _step(line: str) -> int:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):  # a line that a crash cut off
+        return 1 << 62

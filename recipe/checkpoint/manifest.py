@@ -1,0 +1,85 @@
+"""What a checkpoint says of itself: `manifest.json`, written last; a folder without it is no checkpoint."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+FILE = "manifest.json"
+VERSION = 1
+
+
+@dataclass
+class Manifest:
+    """One checkpoint's description.
+
+    Attributes:
+        step: optimizer steps done.
+        world_size: ranks that wrote it.
+        run: what makes a run this run (`recipe.train.fingerprint`): data, model, tokenizer, batch, seed, length, ...
+        details: what a reader wants to know: strategy, dtypes, versions, tokens seen.
+        files: {path relative to the checkpoint: {"size": bytes, "xxh3_64": hex digest}}.
+    """
+
+    step: int
+    world_size: int
+    run: dict[str, Any]
+    details: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    version: int = VERSION
+
+    def write(self, folder: Path) -> None:
+        path = folder / FILE
+        with path.open("w") as file:
+            json.dump(asdict(self), file, indent=1, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Raises `ValueError` with the reason where there is no usable manifest."""
+        try:
+            raw = json.loads((folder / FILE).read_text())
+            manifest = cls(**raw)
+        except FileNotFoundError:
+            raise ValueError(f"it has no {FILE}: it was never finished") from None
+        except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as error:
+            raise ValueError(f"its {FILE} cannot be read ({error})") from None
+        if manifest.version != VERSION:
+            raise ValueError(f"its {FILE} is of version {manifest.version}, and this code reads version {VERSION}")
+        return manifest
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Size and checksum of each of `names` (relative to `folder`)."""
+    return {name: {"size": (folder / name).stat().st_size, "xxh3_64": checksum(folder / name)} for name in names}
+
+
+def checksum(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def list_files(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != FILE)
+
+
+def problems(folder: Path, manifest: Manifest, *, checksums: bool = False) -> list[str]:
+    """What is wrong with a checkpoint's files: missing, of another size or, with `checksums`, of other content."""
+    found = []
+    for name, expected in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            found.append(f"{name} is missing")
+        elif path.stat().st_size != expected["size"]:
+            found.append(f"{name} has {path.stat().st_size:,} bytes and was written with {expected['size']:,}")
+        elif checksums and checksum(path) != expected["xxh3_64"]:
+            found.append(f"{name} has other content than was written")
+    return found

@@ -1,0 +1,29 @@
+"""What a user did wrong, gathered: every problem of a run in one exception, raised before it costs anything."""
+
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """One or more problems that the user can mend.
+
+    Each problem says the rule, the value seen and the key to change. Entry points print it without a traceback
+    and exit with code 2, which launchers take as "a rerun cannot help".
+    """
+
+    exit_code = 2
+
+    def __init__(self, *problems: str):
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        return f"{len(self.problems)} problems:\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
+
+
+def raise_if(problems: Iterable[str]) -> None:
+    """Raise one `UserError` that lists all `problems`, or return if there are none."""
+    found = list(problems)
+    if found:
+        raise UserError(*found)

@@ -1,0 +1,153 @@
+"""The tokenizer, and the model on meta: its structure without its weights, in a second and on every rank."""
+
+import importlib.util
+import json
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from recipe.arguments import ModelArguments
+from recipe.errors import UserError
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def resolve_folder(args: ModelArguments) -> Path:
+    """The local folder of the model's files; a hub id is looked up in (or downloaded to) the hub's cache.
+
+    Raises:
+        UserError: no such folder, no config.json in it, or the hub does not give it.
+    """
+    name = args.model_name_or_path
+    if name is None:
+        raise UserError("no model: set model_name_or_path to a folder or a hub id")
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+            raise UserError(f"model_name_or_path '{name}' is no folder and no hub id (owner/name)")
+        folder = _from_hub(name, args.model_revision)
+    if not (folder / "config.json").is_file():
+        # from_pretrained would build a full-size default Llama here (transformers' config defaults).
+        raise UserError(f"{folder} has no config.json; set model_name_or_path to a model's folder")
+    return folder
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except GatedRepoError:
+        raise UserError(
+            f"{name} is gated: accept its licence on its hub page and log in (`hf auth login`), or set "
+            "model_name_or_path to a local folder"
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"{name} is no local folder, is not in the hub's cache, and the hub does not give it "
+            f"({type(error).__name__}); set model_name_or_path to a local folder"
+        ) from None
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{folder}/config.json: {error}") from None
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer, with a pad token: its own, else <unk>, else the end token.
+
+    Padding never enters the loss, whichever token it is; an existing one is taken so that the embedding keeps its size.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise UserError(f"no tokenizer in {folder}: {error}") from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
+    return tokenizer
+
+
+def attention_problems(args: ModelArguments, compute_dtype: torch.dtype, on_gpu: bool) -> list[str]:
+    """Why `attn_implementation` cannot be had here; [] if it can. Flash Attention is never replaced in silence."""
+    asked = args.attn_implementation or "sdpa"
+    if "flash" not in asked:
+        return []
+    why = None
+    if not on_gpu:
+        why = "there is no GPU"
+    elif compute_dtype != torch.bfloat16:
+        why = f"it computes in bf16 or fp16 and the run computes in {compute_dtype}: set bf16: true"
+    elif "/" not in asked and importlib.util.find_spec("flash_attn") is None:
+        why = "the package flash-attn is not installed"
+    if why is None:
+        return []
+    return [
+        f"attn_implementation is {asked} and {why}. Ways out: install flash-attn "
+        "(pip install flash-attn --no-build-isolation), set attn_implementation: kernels-community/flash-attn2 "
+        "(pip install kernels), or set attn_implementation: sdpa"
+    ]
+
+
+def meta_model(config: PretrainedConfig, args: ModelArguments, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with parameters on meta in the master `dtype` and real buffers (RoPE in fp32)."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=args.attn_implementation or "sdpa"
+        )
+    model.tie_weights()
+    return model
+
+
+def load_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The model's generation config, made valid, before training: Llama-2 ships one that cannot be saved again
+    (do_sample false with temperature and top_p set; transformers#29988)."""
+    if (folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder)
+    else:
+        generation = GenerationConfig.from_model_config(load_config(folder))
+    if not generation.do_sample and (generation.temperature not in (None, 1.0) or generation.top_p not in (None, 1.0)):
+        generation.do_sample = True
+    generation.eos_token_id = _with(generation.eos_token_id, tokenizer.eos_token_id)
+    generation.pad_token_id = tokenizer.pad_token_id
+    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            generation.save_pretrained(scratch)
+        except ValueError as error:
+            raise UserError(f"{folder}/generation_config.json is not valid: {error}") from None
+    return generation
+
+
+def _with(ids: int | list[int] | None, end: int | None) -> int | list[int] | None:
+    known = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if end is not None and end not in known:
+        known = [*known, end]
+    return known[0] if len(known) == 1 else known or None
+
+
+def vocabulary_problems(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    if len(tokenizer) <= config.vocab_size:
+        return []
+    return [
+        f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size} rows of embedding; resize the "
+        "model once, offline, and set model_name_or_path to the result"
+    ]

@@ -1,0 +1,168 @@
+"""Every problem of a run that can be known before it costs anything: configuration, files, versions, disk.
+
+Each check returns its problems; `check` gathers them all, so that the user mends them in one go and not one a queue time.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from recipe import model as models
+from recipe.arguments import Arguments, DataArguments, ModelArguments, TrainArguments
+from recipe.errors import UserError, raise_if
+from recipe.loading import Weights
+from recipe.sharding import plugin
+
+OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "paged_adamw_32bit", "adamw_8bit")
+# Master weights and two Adam moments of 4 bytes each; 1.2 for what the estimate does not know.
+CHECKPOINT_BYTES = {"float32": 12, "bfloat16": 6}
+DISK_MARGIN = 1.2
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the checks read on the way, so that nothing is read twice."""
+
+    folder: Path
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig
+    fresh: PreTrainedModel
+    compute_dtype: torch.dtype
+    master_dtype: torch.dtype
+
+
+def check(arguments: Arguments, world_size: int, *, on_gpu: bool, launched: bool = True) -> Found:
+    """Run every check.
+
+    Args:
+        world_size: ranks of the run.
+        on_gpu: whether the ranks have GPUs.
+        launched: whether a launcher has set this process's environment; False to check from a shell.
+
+    Raises:
+        UserError: all problems found.
+    """
+    data, model, train = arguments
+    problems = plugin.spread_problems() if launched else []
+    problems += required(data, model, train) + batch(train, world_size) + unsupported(model, train) + disk_folder(train)
+    compute_dtype = torch.bfloat16 if train.bf16 or model.param_dtype == "bfloat16" else torch.float32
+    problems += models.attention_problems(model, compute_dtype, on_gpu)
+    found = None
+    if model.model_name_or_path is not None:
+        try:
+            found = _read_model(model, train, compute_dtype)
+        except UserError as error:
+            problems += error.problems
+    raise_if(problems)
+    assert found is not None
+    return found
+
+
+def _read_model(model: ModelArguments, train: TrainArguments, compute_dtype: torch.dtype) -> Found:
+    folder = models.resolve_folder(model)
+    config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
+    problems = models.vocabulary_problems(config, tokenizer)
+    positions = config.max_position_embeddings
+    if train.max_length is not None and train.max_length > positions:
+        problems.append(f"max_length is {train.max_length} and the model has {positions} positions; set at most {positions}")
+    raise_if(problems)
+    generation = models.load_generation_config(folder, tokenizer)
+    master_dtype = models.torch_dtype(model.param_dtype)
+    fresh = models.meta_model(config, model, master_dtype)
+    raise_if([*Weights(folder).problems(fresh), *disk_space(fresh, model, train)])
+    return Found(folder, config, tokenizer, generation, fresh, compute_dtype, master_dtype)
+
+
+def required(data: DataArguments, model: ModelArguments, train: TrainArguments) -> list[str]:
+    values = {
+        "model_name_or_path": model.model_name_or_path,
+        "dataset_name": data.dataset_name,
+        "output_dir": train.output_dir,
+        "global_batch_size": train.global_batch_size,
+        "max_length": train.max_length,
+    }
+    return [f"{key} is not set; it has no default" for key, value in values.items() if value is None]
+
+
+def batch(train: TrainArguments, world_size: int) -> list[str]:
+    """The global batch has to be a multiple of ranks x micro-batch."""
+    asked, micro = train.global_batch_size, train.per_device_train_batch_size
+    if asked is None:
+        return []
+    together = world_size * micro
+    if asked > 0 and asked % together == 0:
+        return []
+    near = sorted({max(together, asked // together * together), (asked // together + 1) * together})
+    fitting = " or ".join(str(n) for n in near)
+    return [
+        f"global_batch_size {asked} is not a multiple of {world_size} ranks x {micro} samples "
+        f"(per_device_train_batch_size); set it to {fitting}"
+    ]
+
+
+def unsupported(model: ModelArguments, train: TrainArguments) -> list[str]:
+    """Keys of the libraries' that do not go with a sharded run, or that this recipe does otherwise."""
+    problems = []
+    refused = {
+        "save_only_model": "a sharded checkpoint without its optimizer cannot be resumed; the export has the weights",
+        "load_best_model_at_end": "export a checkpoint of your choice instead",
+        "push_to_hub": "push the exported folder when the run has ended",
+        "auto_find_batch_size": "set per_device_train_batch_size; a rank that retries alone leaves the others waiting",
+        "fp16": "use bf16; fp16 needs loss scaling, which this recipe does not do",
+        "ignore_data_skip": "a resume goes on with the samples that come next",
+    }
+    problems += [f"{key} is not supported: {way}" for key, way in refused.items() if getattr(train, key)]
+    for key in ("use_peft", "load_in_4bit", "load_in_8bit"):
+        if getattr(model, key):
+            problems.append(f"{key} is not supported yet; unset it for full fine-tuning")
+    for key in ("save_strategy", "eval_strategy", "logging_strategy"):
+        if getattr(train, key) not in ("steps", "no"):
+            problems.append(f"{key} is '{getattr(train, key)}'; set 'steps' (with {key.split('_')[0]}_steps) or 'no'")
+    if train.optim not in OPTIMIZERS:
+        problems.append(f"optim '{train.optim}' is not known to resume under FSDP; set one of {', '.join(OPTIMIZERS)}")
+    if model.dtype is not None:
+        problems.append(f"dtype is '{model.dtype}'; set param_dtype instead: it is the dtype of weights and moments")
+    checkpointing = train.activation_checkpointing if train.gradient_checkpointing is None else train.gradient_checkpointing
+    if checkpointing and plugin.activation_checkpointing_asked():
+        problems.append(
+            "activation checkpointing is on twice: fsdp_activation_checkpointing in the accelerate file and "
+            "activation_checkpointing in the run's config; switch one of them off"
+        )
+    if (train.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        problems.append("activation_checkpointing_kwargs sets use_reentrant: true; FSDP needs false")
+    return problems
+
+
+def disk_folder(train: TrainArguments) -> list[str]:
+    folder = _existing(Path(train.output_dir or "."))
+    if not os.access(folder, os.W_OK):
+        return [f"output_dir {train.output_dir}: {folder} cannot be written to; set output_dir to a folder that can"]
+    return []
+
+
+def disk_space(fresh: PreTrainedModel, model: ModelArguments, train: TrainArguments) -> list[str]:
+    """Room for one checkpoint and the export, with a margin."""
+    folder = _existing(Path(train.output_dir))
+    parameters = fresh.num_parameters()
+    checkpoint = 0 if train.save_strategy == "no" else parameters * CHECKPOINT_BYTES[model.param_dtype]
+    export = parameters * models.torch_dtype(train.export_dtype).itemsize if train.export else 0
+    needed, free = int(DISK_MARGIN * (checkpoint + export)), shutil.disk_usage(folder).free
+    if free >= needed:
+        return []
+    return [
+        f"{folder} has {free / 1e9:.1f} GB free and one checkpoint with the export needs {needed / 1e9:.1f} GB "
+        f"({DISK_MARGIN} x {parameters:,} parameters x {CHECKPOINT_BYTES[model.param_dtype]} bytes, and the weights); "
+        "free some, or set output_dir to a larger disk"
+    ]
+
+
+def _existing(path: Path) -> Path:
+    path = path.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,123 @@
+"""What the run asked for, asserted on what it got: a run that is not what it says it is ends before its first step."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from recipe import ranks
+from recipe.loading import Weights
+from recipe.sharding.gather import full_parameters
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What FSDP made of the model."""
+
+    version: int
+    strategy: str
+    units: int
+    parameters: int
+    trainable: int
+    dtypes: dict[str, int]
+    compute_dtype: str
+
+    def lines(self) -> list[str]:
+        dtypes = ", ".join(f"{n:,} in {name}" for name, n in self.dtypes.items())
+        return [
+            f"FSDP{self.version}, {self.strategy}, {self.units} units (layers + 1), compute in {self.compute_dtype}",
+            f"{self.parameters:,} parameters, {self.trainable:,} trainable; this rank's shard: {dtypes}",
+        ]
+
+
+def inspect_sharding(accelerator: Accelerator, model: nn.Module, num_layers: int, num_parameters: int) -> Sharding:
+    """Describe the wrapped model, and raise where it is not what was asked for.
+
+    Args:
+        num_layers: transformer layers of the model; each has to be a unit of its own. None is checked for other wrap policies.
+        num_parameters: parameters of the whole unwrapped model.
+
+    Raises:
+        RuntimeError: FSDP is not on, or the number of units is not layers + 1.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        raise RuntimeError(f"FSDP was asked for and Accelerate runs {accelerator.distributed_type}")
+    plugin = accelerator.state.fsdp_plugin
+    units = count_units(model, plugin.transformer_cls_names_to_wrap or [])
+    if plugin.transformer_cls_names_to_wrap and units != num_layers + 1:
+        raise RuntimeError(
+            f"{units} FSDP units where {num_layers} layers + 1 were expected; check "
+            f"fsdp_transformer_layer_cls_to_wrap ({plugin.transformer_cls_names_to_wrap}) in the accelerate file"
+        )
+    dtypes = Counter[str]()
+    for parameter in model.parameters():
+        dtypes[str(parameter.dtype).removeprefix("torch.")] += _local_numel(parameter)
+    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+    if plugin.fsdp_version == 2:
+        strategy = "FULL_SHARD" if plugin.reshard_after_forward else "SHARD_GRAD_OP"
+    return Sharding(
+        version=plugin.fsdp_version,
+        strategy=getattr(strategy, "name", str(strategy)),
+        units=units,
+        parameters=num_parameters,
+        trainable=num_parameters,
+        dtypes=dict(dtypes),
+        compute_dtype=str(plugin.mixed_precision_policy.param_dtype).removeprefix("torch."),
+    )
+
+
+def _local_numel(parameter: torch.Tensor) -> int:
+    return parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel()
+
+
+def count_units(model: nn.Module, layer_classes: list[str]) -> int:
+    """FSDP units: for FSDP1 its wrapped modules with parameters. For FSDP2 the wrapped layers, and 1 for the rest, which
+    Accelerate may split in groups (embedding; final norm and head) that are gathered on their own."""
+    if isinstance(model, FSDP):
+        return sum(unit._has_params for unit in FSDP.fsdp_modules(model))
+    wrapped = (m for m in model.modules() if isinstance(m, FSDPModule))
+    return 1 + sum(any(c.__name__ in layer_classes for c in _classes(module)) for module in wrapped)
+
+
+def _classes(module: nn.Module) -> tuple[type, ...]:
+    """The classes of a module, seen through activation checkpointing's wrapper."""
+    return type(getattr(module, "_checkpoint_wrapped_module", module)).__mro__
+
+
+def verify_weights(model: nn.Module, weights: Weights | None, dtype: torch.dtype) -> list[str]:
+    """Compare sampled parameters with the files, bit for bit, on every rank. Collective.
+
+    Args:
+        weights: the files on rank 0, None elsewhere.
+
+    Returns:
+        The names compared.
+
+    Raises:
+        RuntimeError: on all ranks, if one rank's weights are not the files'.
+    """
+    expected = None
+    if weights is not None:
+        names = sorted(weights.entries.keys() & {n for n in weights.entries if n.endswith((".weight", ".bias"))})
+        sampled = [names[i * (len(names) - 1) // 3] for i in range(4)]
+        expected = {name: digest(weights.read(name).to(dtype)) for name in sampled}
+        weights.close()
+    expected = ranks.from_main(expected)
+    with ranks.all_or_none("checking the loaded weights"):
+        for name, tensor in full_parameters(model, only=expected):
+            if digest(tensor) != expected[name]:
+                raise RuntimeError(f"{name} on rank {ranks.rank()} is not what the file holds")
+    return list(expected)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """xxh3 of a tensor's bytes."""
+    # A copy: FSDP frees a unit by resizing its storage, which torch refuses once numpy has seen it.
+    flat = torch.clone(tensor.detach(), memory_format=torch.contiguous_format).cpu().view(-1).view(torch.uint8)
+    return xxhash.xxh3_64(flat.numpy()).hexdigest()

@@ -1,0 +1,110 @@
+"""What the accelerate file asked for, as Accelerate's FSDP plugin; and the door to real FSDP on CPU ranks."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+from recipe.errors import UserError
+
+_LOADING_SWITCHES = ("FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def spread_problems() -> list[str]:
+    """What this recipe needs of the accelerate file and does not find in the environment that the launcher made of it."""
+    if os.environ.get("WORLD_SIZE") is None:
+        return [
+            "no launcher: WORLD_SIZE is not set; start with `bash launch/train.sh CONFIG` or "
+            "`accelerate launch --config_file configs/accelerate/<spread>.yaml -m recipe.train --config CONFIG`"
+        ]
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return ["the accelerate file does not ask for FSDP; set distributed_type: FSDP in it"]
+    problems = []
+    fsdp1 = os.environ.get("FSDP_VERSION", "1") == "1"
+    if _asked("STATE_DICT_TYPE", "SHARDED_STATE_DICT") != "SHARDED_STATE_DICT":
+        problems.append(
+            f"fsdp_state_dict_type is {_asked('STATE_DICT_TYPE')}; set SHARDED_STATE_DICT: a full gather at every "
+            "checkpoint outlives NCCL's time-out at 70B, and the export gathers by itself"
+        )
+    if _asked("CPU_RAM_EFFICIENT_LOADING", "false") != "true":
+        problems.append("fsdp_cpu_ram_efficient_loading is false; set it to true: only rank 0 may read the weights")
+    if fsdp1 and _asked("SYNC_MODULE_STATES", "false") != "true":
+        problems.append(
+            "fsdp_sync_module_states is false; set it to true: only rank 0 reads the weights and the other ranks "
+            "would train on uninitialised memory"
+        )
+    if fsdp1 and _asked("USE_ORIG_PARAMS", "false") != "true":
+        problems.append(
+            "fsdp_use_orig_params is false; set it to true: norms and biases take no weight decay, which needs "
+            "the original parameters"
+        )
+    return problems
+
+
+def activation_checkpointing_asked() -> bool:
+    """Whether the accelerate file turns on FSDP's own activation checkpointing."""
+    return _asked("ACTIVATION_CHECKPOINTING", "false") == "true"
+
+
+def _asked(key: str, default: str = "") -> str:
+    value = os.environ.get(f"FSDP_{key}", default)
+    return value.lower() if value.lower() in ("true", "false") else value
+
+
+def open_cpu_door() -> None:
+    """Make Accelerate run real FSDP on CPU ranks (gloo) by its normal path.
+
+    Accelerate turns FSDP on for GPU-like distributed types alone and runs plain DDP on CPU without a word
+    (accelerate's `AcceleratorState.__init__`). Told that the ranks are of such a type, it takes its ordinary FSDP branch.
+    FSDP1 refuses the indexed device `cpu:0` that Accelerate would use. Call it once the process group is up and
+    before an `Accelerator` exists; on a GPU it does nothing.
+    """
+    state = PartialState()
+    if state.device.type != "cpu":
+        return
+    if not dist.is_initialized():
+        raise UserError("no process group on this CPU rank; set use_cpu: true in the accelerate file")
+    assert int(os.environ["WORLD_SIZE"]) == dist.get_world_size(), "every rank would train alone"
+    state.distributed_type = DistributedType.MULTI_GPU
+    state.device = torch.device("cpu")
+
+
+@contextmanager
+def _without_loading_switches() -> Iterator[None]:
+    saved = {key: os.environ.pop(key) for key in _LOADING_SWITCHES if key in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
+
+
+def build_plugin(compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> FullyShardedDataParallelPlugin:
+    """Accelerate's plugin from the launcher's environment, with this recipe's precision.
+
+    Buffers stay fp32 whatever the compute dtype: RoPE's inverse frequencies in bf16 cannot tell positions above 256
+    apart (transformers#25681). `sync_module_states` and `cpu_ram_efficient_loading` are taken out while the plugin is
+    built, since without an accelerator it raises on them and with FSDP2 it would copy the whole model through rank 0;
+    `wrap.shard` does what they stand for.
+
+    Args:
+        compute_dtype: dtype of forward and backward.
+        reduce_dtype: dtype of the gradient reduce-scatter.
+    """
+    with _without_loading_switches():
+        plugin = FullyShardedDataParallelPlugin()
+    plugin.cpu_ram_efficient_loading = False
+    if plugin.fsdp_version == 1:
+        from torch.distributed.fsdp import MixedPrecision
+
+        plugin.mixed_precision_policy = MixedPrecision(
+            param_dtype=compute_dtype, reduce_dtype=reduce_dtype, buffer_dtype=torch.float32
+        )
+    else:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    return plugin

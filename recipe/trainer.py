@@ -1,0 +1,228 @@
+"""TRL's `SFTTrainer` with the recipe's loading, order of samples, loss, checkpoints and export. Thin: each override says
+what the stock method does otherwise, and calls the room that knows better."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin
+from datasets import Dataset
+from torch import nn
+from torch.utils.data import Sampler
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PrinterCallback
+from transformers.trainer_utils import EvalLoopOutput
+from trl import SFTTrainer
+
+from recipe import ranks, sampling
+from recipe.callbacks.meter import StepMeter
+from recipe.checkpoint import publish, retire, shards
+from recipe.checkpoint.manifest import Manifest
+from recipe.errors import UserError
+from recipe.export import drain, write_export
+from recipe.loading import StreamingLoader, Weights
+from recipe.loss import attach_summed_loss
+from recipe.model import torch_dtype
+from recipe.sharding import claims, gather, state, wrap
+
+
+class RecipeTrainer(SFTTrainer):
+    """Trains a model that comes on meta.
+
+    Args:
+        weights: the model's files on rank 0, None on the other ranks.
+        plugin: Accelerate's FSDP plugin (`recipe.sharding.plugin.build_plugin`).
+        run: fingerprint of the run, written into every checkpoint.
+        config: the model's configuration as its folder has it, for the export.
+        generation: the generation config to export, already checked.
+        master_dtype: dtype of parameters and moments.
+        meter: measures the steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights: Weights | None,
+        plugin: FullyShardedDataParallelPlugin,
+        run: dict[str, Any],
+        config: PretrainedConfig,
+        generation: GenerationConfig,
+        fresh: PreTrainedModel,
+        master_dtype: torch.dtype,
+        meter: StepMeter,
+        **kwargs: Any,
+    ):
+        self.plugin, self.weights, self.run, self.meter = plugin, weights, run, meter
+        self.export_config, self.generation, self.fresh, self.master_dtype = config, generation, fresh, master_dtype
+        self.sharding: claims.Sharding | None = None
+        super().__init__(**kwargs)
+        self.remove_callback(PrinterCallback)  # it prints every log line; the progress bar shows what matters
+        attach_summed_loss(self.model)
+
+    # -- assembly --------------------------------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Stock: Accelerate builds its plugin from the environment, and raises without a GPU."""
+        return {**super()._build_accelerator_args(**kwargs), "fsdp_plugin": self.plugin}
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """Stock: the model has its weights by now, on every rank or (FSDP2) whole on rank 0. Here they stream in."""
+        if not wrap.is_sharded(self.model):
+            self._shard(read_weights=resume_from_checkpoint is None)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _shard(self, read_weights: bool) -> None:
+        began = time.perf_counter()
+        weights = self.weights if read_weights else None
+        broadcast = wrap.loader_broadcasts(self.accelerator)
+        loader = StreamingLoader(self.model, weights, self.master_dtype, broadcast)
+        layers, parameters = self.model.config.num_hidden_layers, self.model.num_parameters()
+        self.model = self.model_wrapped = wrap.shard(self.accelerator, self.model, loader)
+        self.sharding = claims.inspect_sharding(self.accelerator, self.model, layers, parameters)
+        lines = self.sharding.lines()
+        if read_weights:
+            names = claims.verify_weights(self.model, weights, self.master_dtype)
+            lines.append(f"weights streamed in {time.perf_counter() - began:.1f} s; {', '.join(names)} equal the file on every rank")
+        self.accelerator.print("\n".join(f"recipe: {line}" for line in lines))
+
+    # -- data ------------------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
+        """Stock: a shuffle per epoch, cut into batches per rank, whose tail depends on the number of ranks."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        samples = self.args.max_steps * self.args.global_batch_size
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return sampling.SampleStream(len(dataset), samples, seed)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        self.meter.begin()
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
+        """Stock: gathers the labels' count. Here one all-reduce carries it and the tokens', which a resume goes on from."""
+        self.meter.waited_for_data()
+        counts = torch.zeros(2, dtype=torch.int64)
+        for batch in batch_samples:
+            counts[0] += batch["labels"][..., 1:].ne(-100).sum()
+            counts[1] += batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
+        counts = counts.to(device)
+        dist.all_reduce(counts)
+        self.meter.counted(int(counts[1]))
+        return counts[0]
+
+    # -- numbers ---------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL: also entropy and accuracy of each micro-batch, gathered and synchronised, and a recomputed head."""
+        if return_outputs or self.args.loss_type != "nll" or self.label_smoother is not None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = model(**inputs, summed_loss=True)
+        # FSDP averages gradients over the ranks; the loss is a mean over all tokens of the global batch.
+        return loss * self.accelerator.num_processes / num_items_in_batch.clamp(min=1)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        """Stock: goes on. A norm that is not finite would put NaN into every parameter and moment at the next line."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"gradient norm is {norm} in step {self.state.global_step + 1}, before the optimizer stepped; the last "
+                "checkpoint is unharmed. Lower learning_rate, or look at the rows of this step"
+            )
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Stock: TRL's averages. Here the meter's, and TRL's token count from the state, so that it survives a resume."""
+        if "loss" in logs:
+            logs |= self.meter.summary()
+            logs["num_tokens"] = self.state.num_input_tokens_seen
+        super().log(logs, start_time)
+
+    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Stock: a mean of batch means, gathered logits. Here the mean over all labelled tokens of all ranks."""
+        model = self.model_wrapped
+        model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        with torch.no_grad():
+            for inputs in dataloader:
+                inputs = self._prepare_inputs(inputs)
+                totals[1] += inputs["labels"][..., 1:].ne(-100).sum()
+                totals[0] += model(**inputs, summed_loss=True)
+        dist.all_reduce(totals)
+        loss = (totals[0] / totals[1].clamp(min=1)).item()
+        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": math.exp(min(loss, 700.0))}
+        model.train()
+        return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Stock: repeats rows so that every rank has as many batches. Here the fillers have no labels and count nothing."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        together = self.accelerator.num_processes * self.args.per_device_eval_batch_size
+        return super().get_eval_dataloader(sampling.padded_with_unlabelled(rows, together))
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Stock: writes in place, so a crash leaves a newest checkpoint that is not one."""
+        run_dir = Path(self.args.output_dir)
+        began = time.perf_counter()
+        with publish.publishing(run_dir, self.state.global_step, self._describe) as folder:
+            shards.save(folder, shards.MODEL, state.model_state(self.model, self.args.device))
+            optimizer = state.optimizer_state(self.model, self.optimizer.optimizer, self.args.device)
+            shards.save(folder, shards.OPTIMIZER, optimizer)
+            self._save_rng_state(str(folder))
+            if ranks.is_main():
+                torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+                self.state.save_to_json(str(folder / "trainer_state.json"))
+                self.export_config.save_pretrained(folder)
+                self.generation.save_pretrained(folder)
+                self.processing_class.save_pretrained(folder)
+        with ranks.all_or_none("deleting old checkpoints"):
+            if ranks.is_main():
+                retire.retire(run_dir, self.args.save_total_limit)
+        self.save_seconds = time.perf_counter() - began
+
+    def _describe(self) -> Manifest:
+        assert self.sharding is not None
+        details = {"sharding": vars(self.sharding), "tokens_seen": self.state.num_input_tokens_seen, "epoch": self.state.epoch}
+        return Manifest(self.state.global_step, self.accelerator.num_processes, self.run, details)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Stock: Accelerate's loader, of the same files."""
+        folder = Path(resume_from_checkpoint)
+        with ranks.all_or_none(f"loading {folder}"):
+            loaded = shards.load(folder, shards.MODEL, state.model_state(self.model, self.args.device))
+            state.load_model_state(self.model, loaded, self.args.device)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Stock: loads an FSDP1 optimizer's moments into nothing, in silence (see `recipe.sharding.state`)."""
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        with ranks.all_or_none(f"loading the optimizer of {folder}"):
+            if not (folder / shards.OPTIMIZER / ".metadata").is_file():
+                raise UserError(f"{folder} has no optimizer state ({shards.OPTIMIZER}); resume from another checkpoint")
+            mine = state.optimizer_state(self.model, self.optimizer.optimizer, self.args.device)
+            loaded = shards.load(folder, shards.OPTIMIZER, mine)
+            state.load_optimizer_state(self.model, self.optimizer.optimizer, loaded, self.args.device)
+            self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+
+    # -- export ----------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Stock: writes nothing under SHARDED_STATE_DICT (transformers#30491), or gathers the model on rank 0."""
+        out = Path(output_dir or self.args.output_dir)
+        self.plugin.set_state_dict_type("FULL_STATE_DICT")
+        tensors = gather.full_parameters(self.model)
+        with ranks.all_or_none(f"exporting to {out}"):
+            try:
+                if ranks.is_main():
+                    dtype = torch_dtype(self.args.export_dtype)
+                    described = (self.export_config, self.processing_class, self.generation)
+                    write_export(out, tensors, self.fresh, dtype, self.args.max_shard_size, *described)
+            finally:
+                drain(tensors)  # gathers are collective: every rank goes through all of them, whatever failed here
