@@ -115,10 +115,12 @@ class TrainArguments(SFTConfig):
     def __post_init__(self) -> None:
         """Nothing yet: transformers starts the process group in here, and the checks come first."""
 
-    def activate(self, world_size: int) -> None:
+    def activate(self, world_size: int, on_gpu: bool) -> None:
         """Derive accumulation from `world_size`, then let transformers take the device and join the process group."""
         assert self.global_batch_size is not None, "preflight refuses a run without global_batch_size"
         self.gradient_accumulation_steps = self.global_batch_size // (world_size * self.per_device_train_batch_size)
+        # Without it, and with no GPU, Accelerate lets every rank train alone, without a word.
+        self.use_cpu = not on_gpu
         if self.gradient_checkpointing is not None:
             self.activation_checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
         self.activation_checkpointing_kwargs = {"use_reentrant": False} | (self.activation_checkpointing_kwargs or {})

@@ -161,9 +161,11 @@ class StreamingLoader:
 
     def __init__(self, model: nn.Module, weights: Weights | None, dtype: torch.dtype, broadcast: bool):
         self.weights, self.dtype, self.broadcast = weights, dtype, broadcast
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._loaded: dict[int, nn.Parameter] = {}
-        self._meta: list[nn.Parameter] = []
+        # By identity, since FSDP renames modules as it wraps. A tied parameter goes by its owner's name, and is the only
+        # kind kept after it is loaded. The parameter itself is kept so that its id stays its own.
+        self._names = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+        owners = dict(model.named_parameters())
+        self._tied: dict[int, nn.Parameter | None] = {id(owners[owner]): None for owner in tied_names(model).values()}
         plan = [None, None]
         if dist.get_rank() == 0 and weights is not None:
             plan = [weights.problems(model), {n: weights.dtype(n) for n in weights.entries}]
@@ -174,21 +176,19 @@ class StreamingLoader:
 
     def materialize(self, module: nn.Module, device: torch.device) -> nn.Module:
         """Replace `module`'s own meta parameters by real ones on `device`. FSDP1's `param_init_fn`; returns the module."""
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                module.register_parameter(key, self._once(module, key, parameter, device))
+        for key, meta in list(module.named_parameters(recurse=False)):
+            if meta.is_meta:
+                module.register_parameter(key, self._parameter(meta, device))
         return module
 
-    def _once(self, module: nn.Module, key: str, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-        if id(parameter) not in self._loaded:
-            value = self.full(self.name(module, key), parameter.shape, device)
-            self._loaded[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            self._meta.append(parameter)  # alive, so that its id stays its own
-        return self._loaded[id(parameter)]
-
-    def name(self, module: nn.Module, key: str) -> str:
-        prefix = self._names[id(module)]
-        return f"{prefix}.{key}" if prefix else key
+    def _parameter(self, meta: nn.Parameter, device: torch.device) -> nn.Parameter:
+        parameter = self._tied.get(id(meta))
+        if parameter is None:
+            value = self.full(self._names[id(meta)][0], meta.shape, device)
+            parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
+            if id(meta) in self._tied:
+                self._tied[id(meta)] = parameter
+        return parameter
 
     def full(self, name: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
         """The whole tensor `name` on `device` in the master dtype: the file's values on rank 0, and on every rank if this
@@ -214,7 +214,7 @@ class StreamingLoader:
 
     def release(self) -> None:
         """Drop every reference to parameters and files, once the model is wrapped."""
-        self._loaded.clear()
-        self._meta.clear()
+        self._tied.clear()
+        self._names.clear()
         if self.weights is not None:
             self.weights.close()

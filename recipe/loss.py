@@ -67,7 +67,8 @@ def attach_summed_loss(model: PreTrainedModel) -> None:
         targets = kwargs.pop("labels")[:, 1:]
         hidden = self.base_model(*args, **kwargs, use_cache=False).last_hidden_state[:, :-1]
         labelled = targets != -100
-        return head(hidden[labelled], targets=targets[labelled])
+        # Looked up here and not above: FSDP may have wrapped it.
+        return self.get_output_embeddings()(hidden[labelled], targets=targets[labelled])
 
     head.forward = types.MethodType(head_forward, head)
     model.forward = types.MethodType(forward, model)

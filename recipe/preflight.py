@@ -12,7 +12,8 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from recipe import model as models
-from recipe.arguments import Arguments, DataArguments, ModelArguments, TrainArguments
+from recipe.arguments import Arguments, ModelArguments, TrainArguments
+from recipe.data import check as check_data
 from recipe.errors import UserError, raise_if
 from recipe.loading import Weights
 from recipe.sharding import plugin
@@ -49,7 +50,7 @@ def check(arguments: Arguments, world_size: int, *, on_gpu: bool, launched: bool
     """
     data, model, train = arguments
     problems = plugin.spread_problems() if launched else []
-    problems += required(data, model, train) + batch(train, world_size) + unsupported(model, train) + disk_folder(train)
+    problems += required(model, train) + check_data(data, train) + batch(train, world_size) + unsupported(model, train) + disk_folder(train)
     compute_dtype = torch.bfloat16 if train.bf16 or model.param_dtype == "bfloat16" else torch.float32
     problems += models.attention_problems(model, compute_dtype, on_gpu)
     found = None
@@ -78,13 +79,11 @@ def _read_model(model: ModelArguments, train: TrainArguments, compute_dtype: tor
     return Found(folder, config, tokenizer, generation, fresh, compute_dtype, master_dtype)
 
 
-def required(data: DataArguments, model: ModelArguments, train: TrainArguments) -> list[str]:
+def required(model: ModelArguments, train: TrainArguments) -> list[str]:
     values = {
         "model_name_or_path": model.model_name_or_path,
-        "dataset_name": data.dataset_name,
         "output_dir": train.output_dir,
         "global_batch_size": train.global_batch_size,
-        "max_length": train.max_length,
     }
     return [f"{key} is not set; it has no default" for key, value in values.items() if value is None]
 

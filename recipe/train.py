@@ -32,17 +32,17 @@ from recipe.trainer import RecipeTrainer
 
 def main(arguments: Arguments) -> None:
     data_args, model_args, train_args = arguments
-    world_size = world_size_asked()
-    found = preflight.check(arguments, world_size, on_gpu=torch.cuda.is_available())
+    world_size, on_gpu = world_size_asked(), torch.cuda.is_available()
+    found = preflight.check(arguments, world_size, on_gpu=on_gpu)
     prepared = prepare(data_args, train_args, found.tokenizer)
-    if getattr(prepared, "template", None) is not None:
+    if prepared.template is not None:
         found.tokenizer.chat_template = prepared.template
     train_args.bf16 = found.compute_dtype != found.master_dtype
     train_args.max_steps = num_steps(
         len(prepared.train), train_args.global_batch_size, train_args.num_train_epochs, train_args.max_steps
     )
     resolved = run_folder.resolved(arguments)
-    train_args.activate(world_size)
+    train_args.activate(world_size, on_gpu)
     open_cpu_door()
     run_dir = Path(train_args.output_dir)
     run = run_folder.fingerprint(arguments, prepared.fingerprint, found.folder, found.tokenizer.backend_tokenizer.to_str())

@@ -3,6 +3,7 @@ what the stock method does otherwise, and calls the room that knows better."""
 
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
 from recipe import ranks, sampling
+from recipe.arguments import TrainArguments
 from recipe.callbacks.meter import StepMeter
 from recipe.checkpoint import publish, retire, shards
 from recipe.checkpoint.manifest import Manifest
@@ -26,6 +28,7 @@ from recipe.loading import StreamingLoader, Weights
 from recipe.loss import attach_summed_loss
 from recipe.model import torch_dtype
 from recipe.sharding import claims, gather, state, wrap
+from recipe.sharding.quantized import LocalShardOptimizer
 
 
 class RecipeTrainer(SFTTrainer):
@@ -57,7 +60,7 @@ class RecipeTrainer(SFTTrainer):
         self.plugin, self.weights, self.run, self.meter = plugin, weights, run, meter
         self.export_config, self.generation, self.fresh, self.master_dtype = config, generation, fresh, master_dtype
         self.sharding: claims.Sharding | None = None
-        super().__init__(**kwargs)
+        super().__init__(optimizer_cls_and_kwargs=_optimizer(kwargs["args"], kwargs["model"]), **kwargs)
         self.remove_callback(PrinterCallback)  # it prints every log line; the progress bar shows what matters
         attach_summed_loss(self.model)
 
@@ -86,6 +89,14 @@ class RecipeTrainer(SFTTrainer):
             names = claims.verify_weights(self.model, weights, self.master_dtype)
             lines.append(f"weights streamed in {time.perf_counter() - began:.1f} s; {', '.join(names)} equal the file on every rank")
         self.accelerator.print("\n".join(f"recipe: {line}" for line in lines))
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Stock: bitsandbytes keeps embeddings in 32 bits by looking for its own class."""
+        optimizer = super().create_optimizer(model)
+        if isinstance(optimizer, LocalShardOptimizer):
+            embeddings = [m for m in (model or self.model).modules() if isinstance(m, nn.Embedding)]
+            optimizer.in_32_bits = [m.weight for m in embeddings]
+        return optimizer
 
     # -- data ------------------------------------------------------------------------------------------------------
 
@@ -226,3 +237,11 @@ class RecipeTrainer(SFTTrainer):
                     write_export(out, tensors, self.fresh, dtype, self.args.max_shard_size, *described)
             finally:
                 drain(tensors)  # gathers are collective: every rank goes through all of them, whatever failed here
+
+
+def _optimizer(args: TrainArguments, model: PreTrainedModel) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """bitsandbytes' optimizers behind the one that lets them step on shards; None for torch's own."""
+    chosen, kwargs = SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
+    if not chosen.__module__.startswith("bitsandbytes"):
+        return None
+    return LocalShardOptimizer, {"inner": partial(chosen, **kwargs), "lr": args.learning_rate}

@@ -36,12 +36,15 @@ class PreparedData:
         eval: The same, or `None`.
         fingerprint: 16 hexadecimal digits that name the content, the tokenizer, the template and the settings.
         report: What was read, kept and cut.
+        template: Text of the chat template that `chat_template_path` names, for the tokenizer that is saved with the
+            model; `None` where the tokenizer keeps its own, and for text rows.
     """
 
     train: datasets.Dataset
     eval: datasets.Dataset | None
     fingerprint: str
     report: Report
+    template: str | None
 
 
 def check(data_args: DataArguments, train_args: TrainArguments) -> list[str]:
@@ -98,11 +101,19 @@ def prepare(data_args: DataArguments, train_args: TrainArguments, tokenizer: Pre
     }
     name = fingerprint(settings)
     folder = Path(data_args.data_cache_dir).expanduser() / name
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data_cache_dir '{data_args.data_cache_dir}' cannot be made: {error}; set another") from None
     builder = Builder(data_args, train_args, tokenizer, kind, template)
     build_once(folder, partial(builder.build, train, test))
     evaluation = datasets.load_from_disk(folder / "eval") if (folder / "eval").is_dir() else None
     return PreparedData(
-        datasets.load_from_disk(folder / "train"), evaluation, name, Report.load(folder / "report.json")
+        train=datasets.load_from_disk(folder / "train"),
+        eval=evaluation,
+        fingerprint=name,
+        report=Report.load(folder / "report.json"),
+        template=read_template(tokenizer, path) if kind == "chat" and (path := train_args.chat_template_path) else None,
     )
 
 

@@ -31,7 +31,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def build_once(folder: Path, build: Callable[[Path, Path], None]) -> bool:
-    """See to it that `folder` exists, built by exactly one of the processes that ask.
+    """See to it that `folder` exists, in a folder that does, built by exactly one of the processes that ask.
 
     Args:
         build: Called with two empty folders beside `folder`: one for scratch files, which are deleted afterwards, and
@@ -42,7 +42,6 @@ def build_once(folder: Path, build: Callable[[Path, Path], None]) -> bool:
     """
     if folder.is_dir():
         return False
-    folder.parent.mkdir(parents=True, exist_ok=True)
     logger.info("preparing %s, or waiting for the process that does", folder)
     with FileLock(f"{folder}.lock"):
         if folder.is_dir():

@@ -143,7 +143,8 @@ def read_jsonl(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
+            line = line.strip()
+            if not line:
                 continue
             try:
                 yield _row(number, json.loads(line))
@@ -178,7 +179,7 @@ def read_csv(path: Path) -> Iterator[Row]:
         reader = csv.DictReader(file, strict=True)
         try:
             for fields in reader:
-                too_many = fields.pop(None, None)  # type: ignore[call-overload]  # DictReader's key of surplus fields
+                too_many = fields.pop(None, None)  # DictReader's key of surplus fields
                 problem = f"has {len(too_many)} fields more than the header" if too_many else None
                 yield Row(reader.line_num, fields, problem)
         except (csv.Error, UnicodeDecodeError) as error:

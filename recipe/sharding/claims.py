@@ -81,13 +81,8 @@ def count_units(model: nn.Module, layer_classes: list[str]) -> int:
     Accelerate may split in groups (embedding; final norm and head) that are gathered on their own."""
     if isinstance(model, FSDP):
         return sum(unit._has_params for unit in FSDP.fsdp_modules(model))
-    wrapped = (m for m in model.modules() if isinstance(m, FSDPModule))
-    return 1 + sum(any(c.__name__ in layer_classes for c in _classes(module)) for module in wrapped)
-
-
-def _classes(module: nn.Module) -> tuple[type, ...]:
-    """The classes of a module, seen through activation checkpointing's wrapper."""
-    return type(getattr(module, "_checkpoint_wrapped_module", module)).__mro__
+    wrapped = (m for m in model.modules() if isinstance(m, FSDPModule) and m._get_fsdp_state()._fsdp_param_groups)
+    return 1 + sum(any(cls.__name__ in layer_classes for cls in type(module).__mro__) for module in wrapped)
 
 
 def verify_weights(model: nn.Module, weights: Weights | None, dtype: torch.dtype) -> list[str]:

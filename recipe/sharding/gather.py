@@ -26,7 +26,8 @@ def full_parameters(model: nn.Module, only: Collection[str] | None = None) -> It
     """
     if isinstance(model, FSDP):
         for unit in FSDP.fsdp_modules(model):
-            if only is None or any(name in only for name, _ in _own_parameters(model, unit)):
+            # The root goes first and always: FSDP takes the first module that it makes whole for the root.
+            if only is None or unit is model or any(name in only for name, _ in _own_parameters(model, unit)):
                 with FSDP.summon_full_params(unit, recurse=False, writeback=False):
                     yield from ((n, p) for n, p in _own_parameters(model, unit) if only is None or n in only)
     else:

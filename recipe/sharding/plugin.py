@@ -9,8 +9,6 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from recipe.errors import UserError
-
 _LOADING_SWITCHES = ("FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
@@ -66,9 +64,7 @@ def open_cpu_door() -> None:
     state = PartialState()
     if state.device.type != "cpu":
         return
-    if not dist.is_initialized():
-        raise UserError("no process group on this CPU rank; set use_cpu: true in the accelerate file")
-    assert int(os.environ["WORLD_SIZE"]) == dist.get_world_size(), "every rank would train alone"
+    assert dist.is_initialized() and state.num_processes == int(os.environ["WORLD_SIZE"]), "every rank would train alone"
     state.distributed_type = DistributedType.MULTI_GPU
     state.device = torch.device("cpu")
 

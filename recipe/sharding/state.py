@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from recipe.sharding.quantized import LocalShardOptimizer
+
 
 def _options(device: torch.device) -> StateDictOptions:
     # On a GPU the copy that the file writer needs is made unit by unit in host memory, not beside the shard.
@@ -33,10 +35,20 @@ def load_model_state(model: nn.Module, state: dict[str, Any], device: torch.devi
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
     """{"state": {name: moments}, "param_groups": ...}, sharded like the parameters. Collective."""
-    return get_optimizer_state_dict(model, optimizer, options=_options(device))
+    if isinstance(optimizer, LocalShardOptimizer):
+        optimizer.show_dense()
+    state = get_optimizer_state_dict(model, optimizer, options=_options(device))
+    if isinstance(optimizer, LocalShardOptimizer):
+        optimizer.hide_dense()
+    return state
 
 
 def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], device: torch.device
 ) -> None:
+    """The inverse of `optimizer_state`. Collective."""
+    if isinstance(optimizer, LocalShardOptimizer):
+        optimizer.show_dense()
     set_optimizer_state_dict(model, optimizer, state, options=_options(device))
+    if isinstance(optimizer, LocalShardOptimizer):
+        optimizer.take_dense()

@@ -1,7 +1,5 @@
 """Shard a model that is on meta, streaming its weights in: FSDP1 while it wraps, FSDP2 right after."""
 
-from collections.abc import Iterator
-
 import torch
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
@@ -11,6 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from recipe.loading import StreamingLoader
+from recipe.sharding.gather import clean_name
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -58,21 +57,15 @@ def _fill(model: nn.Module, loader: StreamingLoader, device: torch.device, resti
         resting: where the shards stay; the CPU under parameter offload.
     """
     filled: dict[int, nn.Parameter] = {}
-    for module, key, meta in list(_meta_shards(model)):
+    for name, meta in list(model.named_parameters(remove_duplicate=False)):
         if id(meta) not in filled:
-            local = _local_shard(loader.full(loader.name(module, key), meta.shape, device), meta).to(resting)
+            local = _local_shard(loader.full(clean_name(name), meta.shape, device), meta).to(resting)
             value = DTensor.from_local(
                 local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
             )
             filled[id(meta)] = nn.Parameter(value, requires_grad=meta.requires_grad)
-        module.register_parameter(key, filled[id(meta)])
-
-
-def _meta_shards(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in model.modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.is_meta:
-                yield module, key, parameter
+        module, _, key = name.rpartition(".")
+        model.get_submodule(module).register_parameter(key, filled[id(meta)])
 
 
 def _local_shard(full: torch.Tensor, like: DTensor) -> torch.Tensor:

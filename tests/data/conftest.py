@@ -1,4 +1,4 @@
-"""A tokenizer of Llama's kind (BPE, Metaspace, <unk> <s> </s>), trained here on a few words, and a way to write rows."""
+"""A tokenizer of Llama's kind (BPE, Metaspace, <unk> <s> </s>) trained on a few words, and ways to make rows."""
 
 import json
 import string
@@ -15,14 +15,16 @@ from recipe.arguments import DataArguments, TrainArguments
 WORDS = "the quick brown fox jumps over a lazy dog [INST] [/INST] <<SYS>> <</SYS>> What is two plus two ? Four . Hello"
 
 
-def make_tokenizer(**kwargs: Any) -> PreTrainedTokenizerBase:
+def make_tokenizer(add_bos_token: bool = True, **kwargs: Any) -> PreTrainedTokenizerBase:
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     alphabet = [*string.printable.replace(" ", ""), "▁"]
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=alphabet)
     backend.train_from_iterator([WORDS] * 3, trainer)
     model = json.loads(backend.to_str())["model"]
-    return LlamaTokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]], **kwargs)
+    return LlamaTokenizer(
+        vocab=model["vocab"], merges=[tuple(m) for m in model["merges"]], add_bos_token=add_bos_token, **kwargs
+    )
 
 
 @pytest.fixture
@@ -55,7 +57,12 @@ def data_args(tmp_path: Path) -> Callable[..., DataArguments]:
 @pytest.fixture
 def train_args() -> Callable[..., TrainArguments]:
     """Arguments for Llama-2 chat rows with the loss on the answers, if not told otherwise."""
-    defaults = {"output_dir": "unused", "max_length": 128, "chat_template_path": "llama2", "assistant_only_loss": True}
+    defaults: dict[str, Any] = {
+        "output_dir": "unused",
+        "max_length": 128,
+        "chat_template_path": "llama2",
+        "assistant_only_loss": True,
+    }
     return lambda **kwargs: TrainArguments(**defaults | kwargs)
 
 
@@ -69,3 +76,9 @@ def chat() -> Callable[..., dict[str, Any]]:
         return {"messages": messages}
 
     return chat
+
+
+@pytest.fixture
+def chats(chat: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
+    """30 chats of one to three turns."""
+    return [chat(*["two ?", f"Four . {at}", "What ?", "the fox", "a", "b"][: 2 + 2 * (at % 3)]) for at in range(30)]

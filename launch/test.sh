@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Everything that has to hold before a change is kept: lint, types, shell scripts, and all tests. Arguments go to pytest:
+#
+#     bash launch/test.sh [-m 'not slow' ...]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+cd "$ROOT"
+
+shopt -s nullglob
+ruff check .
+mypy
+shellcheck -x launch/*.sh slurm/*.sh .ci/run
+exec python -m pytest "$@"

