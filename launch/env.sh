@@ -51,7 +51,7 @@ install() {
     fi
     echo "recipe: installing into $VENV (PyTorch and its kin: minutes the first time)"
     # The constraints also keep pip from the newest PyTorch that the ranges of the other packages admit.
-    quietly "$VENV/bin/python" -m pip install -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
+    quietly "$VENV/bin/python" -m pip install -c "$ROOT/constraints.txt" -e "${ROOT}[dev]"
     wanted >"$VENV/.installed"
 }
 

@@ -9,5 +9,5 @@ cd "$ROOT"
 shopt -s nullglob
 ruff check .
 mypy
-shellcheck -x launch/*.sh slurm/*.sh .ci/run
+shellcheck --external-sources --source-path=SCRIPTDIR launch/*.sh slurm/*.sh .ci/run
 exec python -m pytest "$@"

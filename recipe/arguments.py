@@ -4,11 +4,10 @@ Parsing touches no device and starts no process group: `TrainArguments.activate`
 (`recipe.preflight`), so that a typo costs a second and not a place in the queue.
 """
 
-import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import yaml
 from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from recipe.errors import UserError
+from recipe.sampling import num_steps
 
 DTYPES = ("float32", "bfloat16")
 
@@ -115,6 +115,12 @@ class TrainArguments(SFTConfig):
     def __post_init__(self) -> None:
         """Nothing yet: transformers starts the process group in here, and the checks come first."""
 
+    def settle(self, num_rows: int, bf16: bool) -> None:
+        """Fill in what the data and the model decide: the number of steps, and whether compute is in another dtype."""
+        assert self.global_batch_size is not None, "preflight refuses a run without global_batch_size"
+        self.max_steps = num_steps(num_rows, self.global_batch_size, self.num_train_epochs, self.max_steps)
+        self.bf16 = bf16
+
     def activate(self, world_size: int, on_gpu: bool) -> None:
         """Derive accumulation from `world_size`, then let transformers take the device and join the process group."""
         assert self.global_batch_size is not None, "preflight refuses a run without global_batch_size"
@@ -170,8 +176,10 @@ class _Parser(TrlParser):
             config = read_config(path)
         flags = [arg[2:].split("=", 1)[0].replace("-", "_") for arg in argv if arg.startswith("--")]
         problems = self.unknown([*config], where)
-        problems += self.unknown([f.removeprefix("no_") if f not in self.known_keys() else f for f in flags if f != "help"],
-                                 "on the command line")
+        problems += self.unknown(
+            [f.removeprefix("no_") if f not in self.known_keys() else f for f in flags if f != "help"],
+            "on the command line",
+        )
         if problems:
             raise UserError(*problems)
         # argparse applies an argument's type to string defaults only, so YAML scalars go in as text.

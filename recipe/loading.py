@@ -68,18 +68,14 @@ class Weights:
                 f"`AutoModelForCausalLM.from_pretrained('{self.folder}').save_pretrained('OUT')` and set "
                 "model_name_or_path: OUT"
             )
-        raise UserError(
-            f"{self.folder} holds neither {SINGLE} nor {INDEX}; set model_name_or_path to a model's folder"
-        )
+        raise UserError(f"{self.folder} holds neither {SINGLE} nor {INDEX}; set model_name_or_path to a model's folder")
 
     def problems(self, model: nn.Module) -> list[str]:
         """Everything that differs between the files and `model`: missing, unexpected and wrongly shaped tensors."""
         expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
         tied = set(tied_names(model))
         missing = sorted(expected.keys() - self.entries.keys() - tied)
-        unexpected = sorted(
-            n for n in self.entries.keys() - expected.keys() if not n.endswith(OBSOLETE_SUFFIXES)
-        )
+        unexpected = sorted(n for n in self.entries.keys() - expected.keys() if not n.endswith(OBSOLETE_SUFFIXES))
         found = []
         if missing:
             found.append(f"{self.folder} lacks {len(missing)} tensors of the model: {', '.join(missing)}")

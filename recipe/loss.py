@@ -80,6 +80,12 @@ def supports_summed_loss(model: nn.Module) -> bool:
     config = model.config.get_text_config()
     scaled = any(
         getattr(config, key, None) not in (None, 1.0)
-        for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
+        for key in (
+            "final_logit_softcapping",
+            "logit_scale",
+            "logits_scaling",
+            "output_multiplier",
+            "lm_head_multiplier",
+        )
     )
     return isinstance(head, nn.Linear) and head.bias is None and not scaled

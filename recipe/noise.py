@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-# (regular expression of the message, category, reason)
+# (regular expression of the message, category), each under its reason
 _WARNINGS = (
     # transformers recommends Accelerate's switch over its own; preflight allows exactly one of them.
     (r"When using FSDP, prefer .*activation_checkpointing", UserWarning),
@@ -15,6 +15,10 @@ _WARNINGS = (
     # torch's own FSDP1 code asks a process group for its device by a function that torch has marked for removal.
     (r"`_get_pg_default_device` will be deprecated", UserWarning),
     (r"Multiple backends are registered with this ProcessGroup", UserWarning),
+    # torch's own FSDP1 state dicts are made of ShardedTensors, which torch has marked for removal.
+    (r"Please use DTensor instead and we are deprecating ShardedTensor", FutureWarning),
+    # On a CPU there is nothing to page to; the state is the same.
+    (r"Paged optimizers are not supported on CPU", UserWarning),
     # DCP asks whether a save outside a process group was meant; it was.
     (r"torch\.distributed is disabled, unavailable or uninitialized", UserWarning),
 )
@@ -23,5 +27,5 @@ _WARNINGS = (
 def quiet() -> None:
     for pattern, category in _WARNINGS:
         warnings.filterwarnings("ignore", message=pattern, category=category)
-    # Two log lines that speak of what `recipe` logs by itself.
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+    # bitsandbytes looks for an optional CPU kernel of 4-bit inference whenever peft imports it.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

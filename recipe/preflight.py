@@ -6,6 +6,7 @@ Each check returns its problems; `check` gathers them all, so that the user mend
 import os
 import shutil
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -19,9 +20,7 @@ from recipe.loading import Weights
 from recipe.sharding import plugin
 
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "paged_adamw_32bit", "adamw_8bit")
-# Master weights and two Adam moments of 4 bytes each; 1.2 for what the estimate does not know.
-CHECKPOINT_BYTES = {"float32": 12, "bfloat16": 6}
-DISK_MARGIN = 1.2
+DISK_MARGIN = 1.2  # for what the estimate of a checkpoint does not know
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,15 @@ def check(arguments: Arguments, world_size: int, *, on_gpu: bool, launched: bool
     """
     data, model, train = arguments
     problems = plugin.spread_problems() if launched else []
-    problems += required(model, train) + check_data(data, train) + batch(train, world_size) + unsupported(model, train) + disk_folder(train)
+    problems += (
+        required(model, train)
+        + check_data(data, train)
+        + batch(train, world_size)
+        + unsupported(model, train)
+        + disk_folder(train)
+    )
+    if launched and not on_gpu:
+        problems += plugin.cpu_problems()
     compute_dtype = torch.bfloat16 if train.bf16 or model.param_dtype == "bfloat16" else torch.float32
     problems += models.attention_problems(model, compute_dtype, on_gpu)
     found = None
@@ -64,13 +71,21 @@ def check(arguments: Arguments, world_size: int, *, on_gpu: bool, launched: bool
     return found
 
 
+def versions() -> dict[str, str]:
+    """The packages that what a run computes depends on."""
+    names = ("torch", "transformers", "accelerate", "trl", "datasets", "safetensors", "bitsandbytes")
+    return {name: metadata.version(name) for name in names}
+
+
 def _read_model(model: ModelArguments, train: TrainArguments, compute_dtype: torch.dtype) -> Found:
     folder = models.resolve_folder(model)
     config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
     problems = models.vocabulary_problems(config, tokenizer)
     positions = config.max_position_embeddings
     if train.max_length is not None and train.max_length > positions:
-        problems.append(f"max_length is {train.max_length} and the model has {positions} positions; set at most {positions}")
+        problems.append(
+            f"max_length is {train.max_length} and the model has {positions} positions; set at most {positions}"
+        )
     raise_if(problems)
     generation = models.load_generation_config(folder, tokenizer)
     master_dtype = models.torch_dtype(model.param_dtype)
@@ -88,6 +103,16 @@ def required(model: ModelArguments, train: TrainArguments) -> list[str]:
     return [f"{key} is not set; it has no default" for key, value in values.items() if value is None]
 
 
+def costs(model: ModelArguments) -> list[str]:
+    """Choices that are allowed and cost something, for the log."""
+    if model.param_dtype != "bfloat16":
+        return []
+    return [
+        "warning: param_dtype is bfloat16: weights keep 8 bits, so updates smaller than about 1/256 of a weight are lost, "
+        "and torch's Adam keeps its moments in bf16 too; float32 trains better where it fits"
+    ]
+
+
 def batch(train: TrainArguments, world_size: int) -> list[str]:
     """The global batch has to be a multiple of ranks x micro-batch."""
     asked, micro = train.global_batch_size, train.per_device_train_batch_size
@@ -101,6 +126,17 @@ def batch(train: TrainArguments, world_size: int) -> list[str]:
     return [
         f"global_batch_size {asked} is not a multiple of {world_size} ranks x {micro} samples "
         f"(per_device_train_batch_size); set it to {fitting}"
+    ]
+
+
+def rows(train: TrainArguments, num_rows: int) -> list[str]:
+    """A step must not see a sample twice."""
+    if num_rows >= train.global_batch_size:
+        return []
+    kind = "packed blocks" if train.packing else "samples"
+    return [
+        f"the training set has {num_rows} {kind}, fewer than global_batch_size {train.global_batch_size}; lower "
+        "global_batch_size or give more data"
     ]
 
 
@@ -126,7 +162,9 @@ def unsupported(model: ModelArguments, train: TrainArguments) -> list[str]:
         problems.append(f"optim '{train.optim}' is not known to resume under FSDP; set one of {', '.join(OPTIMIZERS)}")
     if model.dtype is not None:
         problems.append(f"dtype is '{model.dtype}'; set param_dtype instead: it is the dtype of weights and moments")
-    checkpointing = train.activation_checkpointing if train.gradient_checkpointing is None else train.gradient_checkpointing
+    checkpointing = (
+        train.activation_checkpointing if train.gradient_checkpointing is None else train.gradient_checkpointing
+    )
     if checkpointing and plugin.activation_checkpointing_asked():
         problems.append(
             "activation checkpointing is on twice: fsdp_activation_checkpointing in the accelerate file and "
@@ -147,17 +185,22 @@ def disk_folder(train: TrainArguments) -> list[str]:
 def disk_space(fresh: PreTrainedModel, model: ModelArguments, train: TrainArguments) -> list[str]:
     """Room for one checkpoint and the export, with a margin."""
     folder = _existing(Path(train.output_dir))
-    parameters = fresh.num_parameters()
-    checkpoint = 0 if train.save_strategy == "no" else parameters * CHECKPOINT_BYTES[model.param_dtype]
+    parameters, per_parameter = fresh.num_parameters(), checkpoint_bytes(model, train)
+    checkpoint = 0 if train.save_strategy == "no" else parameters * per_parameter
     export = parameters * models.torch_dtype(train.export_dtype).itemsize if train.export else 0
     needed, free = int(DISK_MARGIN * (checkpoint + export)), shutil.disk_usage(folder).free
     if free >= needed:
         return []
     return [
-        f"{folder} has {free / 1e9:.1f} GB free and one checkpoint with the export needs {needed / 1e9:.1f} GB "
-        f"({DISK_MARGIN} x {parameters:,} parameters x {CHECKPOINT_BYTES[model.param_dtype]} bytes, and the weights); "
-        "free some, or set output_dir to a larger disk"
+        f"{folder} has {free / 1e9:.1f} GB free and a checkpoint with the export needs {needed / 1e9:.1f} GB "
+        f"({DISK_MARGIN} x ({checkpoint / 1e9:.1f} + {export / 1e9:.1f})); free some, or set output_dir to a larger disk"
     ]
+
+
+def checkpoint_bytes(model: ModelArguments, train: TrainArguments) -> int:
+    """Bytes of a checkpoint for each parameter: the master weight and two moments, bitsandbytes' written in fp32."""
+    master = models.torch_dtype(model.param_dtype).itemsize
+    return master + 2 * (master if train.optim.startswith("adamw_torch") else 4)
 
 
 def _existing(path: Path) -> Path:

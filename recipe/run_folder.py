@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import PreTrainedTokenizerBase
 
 from recipe.arguments import Arguments
 from recipe.checkpoint.find import candidates, newest_complete, require_complete
@@ -17,13 +18,15 @@ from recipe.errors import UserError
 IDENTITY, CONFIG, EXPORT = "run.json", "config.yaml", "export"
 
 
-def fingerprint(arguments: Arguments, data_fingerprint: str, model_folder: Path, tokenizer_text: str) -> dict[str, Any]:
+def fingerprint(
+    arguments: Arguments, data_fingerprint: str, model_folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """What makes a run this run and not another: a checkpoint of a run with other values cannot be gone on from."""
     _, model, train = arguments
     return {
         "data": data_fingerprint,
         "model": _hash((model_folder / "config.json").read_text()),
-        "tokenizer": _hash(tokenizer_text),
+        "tokenizer": _hash(tokenizer.backend_tokenizer.to_str()),
         "global_batch_size": train.global_batch_size,
         "seed": train.seed,
         "data_seed": train.data_seed,
@@ -39,7 +42,11 @@ def _hash(text: str) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    return [f"{key}: {old.get(key)} then, {new.get(key)} now" for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return [
+        f"{key}: {old.get(key)} then, {new.get(key)} now"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+    ]
 
 
 def claim(run_dir: Path, run: dict[str, Any]) -> None:
@@ -90,7 +97,9 @@ def resume_point(run_dir: Path, asked: str | None, run: dict[str, Any]) -> tuple
 
 def resolved(arguments: Arguments) -> dict[str, Any]:
     """Every key of the configuration with its value, as plain YAML types; hub tokens are left out."""
-    names = {item.name: group for group in arguments for item in fields(group) if item.init and "_token" not in item.name}
+    names = {
+        item.name: group for group in arguments for item in fields(group) if item.init and "_token" not in item.name
+    }
     return {name: _plain(getattr(group, name)) for name, group in sorted(names.items())}
 
 

@@ -13,7 +13,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PrinterCallback
+from transformers import PreTrainedModel, PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
@@ -27,6 +27,7 @@ from recipe.export import drain, write_export
 from recipe.loading import StreamingLoader, Weights
 from recipe.loss import attach_summed_loss
 from recipe.model import torch_dtype
+from recipe.preflight import Found, versions
 from recipe.sharding import claims, gather, state, wrap
 from recipe.sharding.quantized import LocalShardOptimizer
 
@@ -35,32 +36,25 @@ class RecipeTrainer(SFTTrainer):
     """Trains a model that comes on meta.
 
     Args:
-        weights: the model's files on rank 0, None on the other ranks.
+        found: the model's parts, as the checks found them.
         plugin: Accelerate's FSDP plugin (`recipe.sharding.plugin.build_plugin`).
         run: fingerprint of the run, written into every checkpoint.
-        config: the model's configuration as its folder has it, for the export.
-        generation: the generation config to export, already checked.
-        master_dtype: dtype of parameters and moments.
         meter: measures the steps.
     """
 
     def __init__(
         self,
         *,
-        weights: Weights | None,
+        found: Found,
         plugin: FullyShardedDataParallelPlugin,
         run: dict[str, Any],
-        config: PretrainedConfig,
-        generation: GenerationConfig,
-        fresh: PreTrainedModel,
-        master_dtype: torch.dtype,
         meter: StepMeter,
         **kwargs: Any,
     ):
-        self.plugin, self.weights, self.run, self.meter = plugin, weights, run, meter
-        self.export_config, self.generation, self.fresh, self.master_dtype = config, generation, fresh, master_dtype
+        self.found, self.plugin, self.run, self.meter = found, plugin, run, meter
         self.sharding: claims.Sharding | None = None
-        super().__init__(optimizer_cls_and_kwargs=_optimizer(kwargs["args"], kwargs["model"]), **kwargs)
+        optimizer = _optimizer(kwargs["args"], kwargs["model"])
+        super().__init__(processing_class=found.tokenizer, optimizer_cls_and_kwargs=optimizer, **kwargs)
         self.remove_callback(PrinterCallback)  # it prints every log line; the progress bar shows what matters
         attach_summed_loss(self.model)
 
@@ -78,16 +72,17 @@ class RecipeTrainer(SFTTrainer):
 
     def _shard(self, read_weights: bool) -> None:
         began = time.perf_counter()
-        weights = self.weights if read_weights else None
+        weights = Weights(self.found.folder) if read_weights and ranks.is_main() else None
         broadcast = wrap.loader_broadcasts(self.accelerator)
-        loader = StreamingLoader(self.model, weights, self.master_dtype, broadcast)
+        loader = StreamingLoader(self.model, weights, self.found.master_dtype, broadcast)
         layers, parameters = self.model.config.num_hidden_layers, self.model.num_parameters()
         self.model = self.model_wrapped = wrap.shard(self.accelerator, self.model, loader)
         self.sharding = claims.inspect_sharding(self.accelerator, self.model, layers, parameters)
         lines = self.sharding.lines()
         if read_weights:
-            names = claims.verify_weights(self.model, weights, self.master_dtype)
-            lines.append(f"weights streamed in {time.perf_counter() - began:.1f} s; {', '.join(names)} equal the file on every rank")
+            names = claims.verify_weights(self.model, weights, self.found.master_dtype)
+            took = time.perf_counter() - began
+            lines.append(f"weights streamed in {took:.1f} s; {', '.join(names)} equal the file on every rank")
         self.accelerator.print("\n".join(f"recipe: {line}" for line in lines))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -153,7 +148,9 @@ class RecipeTrainer(SFTTrainer):
             logs["num_tokens"] = self.state.num_input_tokens_seen
         super().log(logs, start_time)
 
-    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> Any:
         """Stock: a mean of batch means, gathered logits. Here the mean over all labelled tokens of all ranks."""
         model = self.model_wrapped
         model.eval()
@@ -189,8 +186,8 @@ class RecipeTrainer(SFTTrainer):
             if ranks.is_main():
                 torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
                 self.state.save_to_json(str(folder / "trainer_state.json"))
-                self.export_config.save_pretrained(folder)
-                self.generation.save_pretrained(folder)
+                self.found.config.save_pretrained(folder)
+                self.found.generation.save_pretrained(folder)
                 self.processing_class.save_pretrained(folder)
         with ranks.all_or_none("deleting old checkpoints"):
             if ranks.is_main():
@@ -199,7 +196,8 @@ class RecipeTrainer(SFTTrainer):
 
     def _describe(self) -> Manifest:
         assert self.sharding is not None
-        details = {"sharding": vars(self.sharding), "tokens_seen": self.state.num_input_tokens_seen, "epoch": self.state.epoch}
+        seen = {"tokens_seen": self.state.num_input_tokens_seen, "epoch": self.state.epoch}
+        details = {"sharding": vars(self.sharding), "versions": versions(), **seen}
         return Manifest(self.state.global_step, self.accelerator.num_processes, self.run, details)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -233,13 +231,17 @@ class RecipeTrainer(SFTTrainer):
             try:
                 if ranks.is_main():
                     dtype = torch_dtype(self.args.export_dtype)
-                    described = (self.export_config, self.processing_class, self.generation)
-                    write_export(out, tensors, self.fresh, dtype, self.args.max_shard_size, *described)
+                    found, shard_size = self.found, self.args.max_shard_size
+                    described = (found.config, found.tokenizer, found.generation)
+                    write_export(out, tensors, found.fresh, dtype, shard_size, *described)
             finally:
                 drain(tensors)  # gathers are collective: every rank goes through all of them, whatever failed here
+        self.accelerator.print(f"recipe: exported to {out}")
 
 
-def _optimizer(args: TrainArguments, model: PreTrainedModel) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+def _optimizer(
+    args: TrainArguments, model: PreTrainedModel
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
     """bitsandbytes' optimizers behind the one that lets them step on shards; None for torch's own."""
     chosen, kwargs = SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
     if not chosen.__module__.startswith("bitsandbytes"):

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from recipe import ranks
 from recipe.loading import Weights
 from recipe.sharding.gather import full_parameters
+from recipe.sharding.quantized import LocalShardOptimizer
 
 
 @dataclass(frozen=True)
@@ -116,3 +117,24 @@ def digest(tensor: torch.Tensor) -> str:
     # A copy: FSDP frees a unit by resizing its storage, which torch refuses once numpy has seen it.
     flat = torch.clone(tensor.detach(), memory_format=torch.contiguous_format).cpu().view(-1).view(torch.uint8)
     return xxhash.xxh3_64(flat.numpy()).hexdigest()
+
+
+def check_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype) -> str:
+    """Say in which dtypes weights and moments are once the optimizer has stepped, and raise if weights left the master
+    dtype, or torch's moments did (what is set up right can still be cast by the first forward pass; accelerate#3979).
+    """
+    quantized = isinstance(optimizer, LocalShardOptimizer)
+    states = (optimizer.inner if quantized else optimizer).state.values()
+    kept = ("state1", "state2") if quantized else ("exp_avg", "exp_avg_sq")
+    weights = {p.dtype for p in model.parameters()}
+    moments = {state[key].dtype for state in states for key in kept if key in state}
+    if weights != {master_dtype} or not (quantized or moments == {master_dtype}):
+        raise RuntimeError(
+            f"param_dtype asks for weights and moments in {master_dtype}; after step 1 the weights are in "
+            f"{_names(weights)} and the moments in {_names(moments)}"
+        )
+    return f"after step 1: weights in {_names(weights)}, moments in {_names(moments)}"
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"

@@ -35,12 +35,24 @@ def spread_problems() -> list[str]:
             "fsdp_sync_module_states is false; set it to true: only rank 0 reads the weights and the other ranks "
             "would train on uninitialised memory"
         )
+    if "HYBRID" in _asked("SHARDING_STRATEGY") and os.environ.get("LOCAL_WORLD_SIZE") == "1":
+        # FSDP1 turns a shard group of one into NO_SHARD, and then averages no gradients at all between the nodes.
+        problems.append("fsdp_sharding_strategy is HYBRID_SHARD with one rank a node; set FULL_SHARD or NO_SHARD")
     if fsdp1 and _asked("USE_ORIG_PARAMS", "false") != "true":
         problems.append(
             "fsdp_use_orig_params is false; set it to true: norms and biases take no weight decay, which needs "
             "the original parameters"
         )
     return problems
+
+
+def cpu_problems() -> list[str]:
+    """What the accelerate file asks for and CPU ranks cannot do."""
+    if _asked("OFFLOAD_PARAMS", "false") == "true":
+        return [
+            "fsdp_offload_params is true and there is no GPU: parameters are in host memory already; set it to false"
+        ]
+    return []
 
 
 def activation_checkpointing_asked() -> bool:
@@ -64,9 +76,23 @@ def open_cpu_door() -> None:
     state = PartialState()
     if state.device.type != "cpu":
         return
-    assert dist.is_initialized() and state.num_processes == int(os.environ["WORLD_SIZE"]), "every rank would train alone"
+    assert dist.is_initialized() and state.num_processes == int(os.environ["WORLD_SIZE"]), (
+        "every rank would train alone"
+    )
     state.distributed_type = DistributedType.MULTI_GPU
     state.device = torch.device("cpu")
+
+
+@contextmanager
+def ranks_of_a_node() -> Iterator[None]:
+    """Tell FSDP1 how many CPU ranks a node has; it takes the number of devices for it, which torch says is 1 on a CPU, and
+    HYBRID_SHARD would shard over none of them."""
+    said = torch.cpu.device_count
+    torch.cpu.device_count = lambda: int(os.environ["LOCAL_WORLD_SIZE"])
+    try:
+        yield
+    finally:
+        torch.cpu.device_count = said
 
 
 @contextmanager

@@ -7,13 +7,14 @@ the names that torch's AdamW has, so any number of ranks can load them.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import bitsandbytes.functional as bnb
 import torch
-from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:  # bitsandbytes looks for its libraries when it is imported, and says so; most runs do not need it
+    from bitsandbytes.optim.optimizer import Optimizer8bit
 
 BLOCK_SIZE = 256  # elements that share a scale (bitsandbytes' Optimizer2State.init_state)
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}  # torch's names, and the suffix of bitsandbytes'
@@ -31,14 +32,14 @@ class LocalShardOptimizer(torch.optim.Optimizer):
         in_32_bits: parameters whose moments are never quantised; embeddings, whose gradients are sparse.
     """
 
-    def __init__(self, params: Any, inner: Callable[[list[dict[str, Any]]], Optimizer8bit], lr: float):
+    def __init__(self, params: Any, inner: Callable[[list[dict[str, Any]]], "Optimizer8bit"], lr: float):
         super().__init__(params, {"lr": lr})
         self.in_32_bits: list[nn.Parameter] = []
         self._make_inner, self._inner = inner, None
         self._local: dict[nn.Parameter, nn.Parameter] = {}
 
     @property
-    def inner(self) -> Optimizer8bit:
+    def inner(self) -> "Optimizer8bit":
         """Made at its first use: until the model is wrapped, Accelerate exchanges the parameters in the groups."""
         if self._inner is None:
             self._local = {p: nn.Parameter(_shard(p)) for p in self._parameters() if _shard(p).numel()}
@@ -135,7 +136,9 @@ def _dense(state: dict[str, Any], suffix: str) -> torch.Tensor:
     if codes.dtype != torch.uint8:
         return codes
     scales, table = state[f"absmax{suffix}"], state[f"qmap{suffix}"]
-    dense = bnb.dequantize_blockwise(codes, absmax=scales, code=table, blocksize=BLOCK_SIZE)
+    from bitsandbytes.functional import dequantize_blockwise
+
+    dense = dequantize_blockwise(codes, absmax=scales, code=table, blocksize=BLOCK_SIZE)
     flat, rows = dense.view(-1), scales.numel()
     padded = torch.zeros(rows * BLOCK_SIZE, dtype=flat.dtype, device=flat.device)
     padded[: flat.numel()] = flat
@@ -151,6 +154,8 @@ def _store(state: dict[str, Any], suffix: str, dense: torch.Tensor) -> None:
     if codes.dtype != torch.uint8:
         codes.copy_(dense)
         return
-    quantized, quant_state = bnb.quantize_blockwise(dense, code=state[f"qmap{suffix}"], blocksize=BLOCK_SIZE)
+    from bitsandbytes.functional import quantize_blockwise
+
+    quantized, quant_state = quantize_blockwise(dense, code=state[f"qmap{suffix}"], blocksize=BLOCK_SIZE)
     codes.copy_(quantized)
     state[f"absmax{suffix}"].copy_(quant_state.absmax)

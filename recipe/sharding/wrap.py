@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from recipe.loading import StreamingLoader
 from recipe.sharding.gather import clean_name
+from recipe.sharding.plugin import ranks_of_a_node
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -36,7 +37,8 @@ def shard(accelerator: Accelerator, model: nn.Module, loader: StreamingLoader) -
         plugin.sync_module_states = not loader.broadcast and loader.file_dtypes is not None
         device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
         plugin.param_init_fn = lambda module: loader.materialize(module, device)
-        model = accelerator.prepare(model)
+        with ranks_of_a_node():
+            model = accelerator.prepare(model)
     else:
         plugin.set_auto_wrap_policy(model)
         if plugin.activation_checkpointing:
