@@ -1,4 +1,4 @@
-"""What the benchmarks share: random models on disk, ranks in fresh processes, anonymous memory, a table and its goals."""
+"""What the benchmarks share: random models on disk, ranks in fresh processes, memory, a table and its goals."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from recipe import noise
+from recipe import noise  # noqa: F401 - for what importing it does
 from recipe.arguments import ModelArguments
 from recipe.export import SafetensorsWriter, export_shapes
 from recipe.model import meta_model
@@ -163,7 +163,8 @@ def run_ranks(module: str, job: dict[str, Any], spread: str = "fsdp1", num_ranks
         command = [*launcher, "-m", module, "--job", str(path)]
         done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
         if done.returncode:
-            sys.exit(f"{done.stdout}\n{done.stderr}\nfailed: {' '.join(command)}")
+            said = done.stderr.partition("torch/distributed/elastic")[0]  # without the launcher's own traceback
+            sys.exit(f"{said}\nfailed: {' '.join(command)}")
         return [json.loads((Path(scratch) / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
@@ -176,7 +177,6 @@ def main_or_worker(
     if args.job is None:
         main(args)
         return
-    noise.quiet()
     result = worker(json.loads(args.job.read_text()))
     (args.job.parent / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
 
@@ -185,6 +185,18 @@ def start_ranks() -> None:
     """Join the process group (gloo) and let Accelerate run real FSDP on it."""
     PartialState(cpu=True)
     open_cpu_door()
+
+
+def add_options(parser: argparse.ArgumentParser, sizes: bool = True) -> None:
+    """The options that the benchmarks share."""
+    if sizes:
+        parser.add_argument(
+            "--sizes", type=float, nargs="+", default=[0.4, 1.3], choices=[*SIZES], help="billions of parameters"
+        )
+        parser.add_argument("--spread", choices=["fsdp1", "fsdp2"], default="fsdp1")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each contender")
+    parser.add_argument("--scratch", type=Path, help="folder for models (default: the system's temporary folder)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table and all measurements there")
 
 
 # -- report ------------------------------------------------------------------------------------------------------------

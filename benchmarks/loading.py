@@ -74,18 +74,20 @@ def worker(job: dict[str, Any]) -> dict[str, Any]:
     weights = Weights(job["folder"]) if is_main() else None
     claims.inspect_sharding(accelerator, model, model.config.num_hidden_layers, job["parameters"])
     claims.verify_weights(model, weights, MASTER_DTYPE)
-    return {**vars_of(memory), "seconds": seconds, "shard": common.shard_bytes(model)}
-
-
-def vars_of(memory: common.AnonymousMemory) -> dict[str, int]:
-    return {"before": memory.before, "peak": memory.peak, "after": memory.after}
+    return {
+        "before": memory.before,
+        "peak": memory.peak,
+        "after": memory.after,
+        "seconds": seconds,
+        "shard": common.shard_bytes(model),
+    }
 
 
 # -- outside -----------------------------------------------------------------------------------------------------------
 
 
 def measure(job: dict[str, Any], spread: str) -> dict[str, Any]:
-    """One load in fresh processes: the slower rank's seconds, the larger rank's memory, and every rank's own numbers."""
+    """One load in fresh processes: the slower rank's seconds, the larger rank's memory, and each rank's numbers."""
     common.read_all(Path(job["folder"]))
     ranks = common.run_ranks("benchmarks.loading", job, spread)
     return {
@@ -99,7 +101,7 @@ def measure(job: dict[str, Any], spread: str) -> dict[str, Any]:
 
 
 def compare(folder: Path, warm_up: Path, parameters: int, spread: str, repeats: int) -> dict[str, list[dict[str, Any]]]:
-    """{contender: measurements}, alternating; the stock path is left out where two whole models do not fit in memory."""
+    """{contender: measurements}, in turns; without the stock path where two whole models do not fit in memory."""
     contenders = ["ours", "stock"]
     needed = 1.2 * common.NUM_RANKS * parameters * MASTER_DTYPE.itemsize
     if needed > common.available_bytes():
@@ -124,13 +126,15 @@ def median(measurements: list[dict[str, Any]], key: str) -> float:
 
 
 def goals(size: float, shallow: dict[str, list], deep: dict[str, list]) -> list[common.Goal]:
-    ours = median(shallow["ours"], "above_shard")
-    found = [common.Goal(f"{size} B, above shard, ours 2 x layers / 1 x", median(deep["ours"], "above_shard") / ours, 1.1)]
+    def ratio(key: str, over: dict[str, list], contender: str, what: dict[str, list] = shallow) -> float:
+        return median(what["ours"], key) / median(over[contender], key)
+
+    flat = ratio("above_shard", shallow, "ours", deep)
+    found = [common.Goal(f"{size} B, above shard, ours, 2 x layers / 1 x", flat, 1.1)]
     if "stock" in shallow:
-        stock = shallow["stock"]
-        memory, seconds = ours / median(stock, "above_shard"), median(shallow["ours"], "seconds") / median(stock, "seconds")
-        found.insert(0, common.Goal(f"{size} B, above shard, ours / from_pretrained on every rank", memory, 0.25))
-        found.append(common.Goal(f"{size} B, seconds, ours / from_pretrained on every rank", seconds, 1.0))
+        peer = "ours / from_pretrained on every rank"
+        found.append(common.Goal(f"{size} B, above shard, {peer}", ratio("above_shard", shallow, "stock"), 0.25))
+        found.append(common.Goal(f"{size} B, seconds, {peer}", ratio("seconds", shallow, "stock"), 1.0))
     return found
 
 
@@ -158,12 +162,8 @@ def main(args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=float, nargs="+", default=[0.4, 1.3], choices=[*common.SIZES], help="billions of parameters")
-    parser.add_argument("--spread", choices=["fsdp1", "fsdp2"], default="fsdp1")
     parser.add_argument("--file-dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each contender")
-    parser.add_argument("--scratch", type=Path, help="folder for the models (default: the system's temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table and all measurements there")
+    common.add_options(parser)
     return parser
 
 

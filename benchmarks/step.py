@@ -46,6 +46,11 @@ from recipe.trainer import RecipeTrainer
 VOCAB_SIZE = 16_000
 LEARNING_RATE = 3e-4
 LOSS_TOLERANCE = 1e-3
+# What TRL's run has from the recipe's.
+SAME = """output_dir per_device_train_batch_size gradient_accumulation_steps max_steps max_length packing learning_rate
+lr_scheduler_type weight_decay max_grad_norm optim bf16 seed use_cpu activation_checkpointing
+activation_checkpointing_kwargs accelerator_config dataset_kwargs logging_steps save_strategy report_to
+disable_tqdm""".split()
 HEADER = ("dtype", "contender", "tokens/s", "step seconds", "of ours", "first loss", "last loss")
 
 
@@ -95,13 +100,7 @@ def run_trl(arguments: Arguments) -> tuple[list[float], list[float]]:
     tokenizer = load_tokenizer(Path(model_args.model_name_or_path))
     rows = prepare(data_args, train_args, tokenizer).train
     train_args.activate(common.NUM_RANKS, on_gpu=False)
-    same = (
-        "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "max_length", "packing",
-        "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm", "optim", "bf16", "seed", "use_cpu",
-        "activation_checkpointing", "activation_checkpointing_kwargs", "accelerator_config", "dataset_kwargs",
-        "logging_steps", "save_strategy", "report_to", "disable_tqdm",
-    )  # fmt: skip
-    args = SFTConfig(**{key: getattr(train_args, key) for key in same})
+    args = SFTConfig(**{key: getattr(train_args, key) for key in SAME})
     open_cpu_door()  # after the arguments, which take the device anew
     clock = Clock()
     trainer = StockTrainer(
@@ -257,10 +256,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--accumulation", type=int, default=2, help="blocks a rank takes in one step")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps of a run")
     parser.add_argument("--warm-up", type=int, default=2, help="first steps of a run that do not count, at least 1")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each contender")
     parser.add_argument("--activation-checkpointing", action="store_true", help="for all three")
-    parser.add_argument("--scratch", type=Path, help="folder for model and data (default: the system's temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table and all measurements there")
+    common.add_options(parser, sizes=False)
     return parser
 
 

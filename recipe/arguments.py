@@ -142,7 +142,8 @@ Arguments = tuple[DataArguments, ModelArguments, TrainArguments]
 
 
 class _Parser(TrlParser):
-    """`TrlParser` that names the nearest known key and checks the type of YAML values as strictly as the command line's."""
+    """`TrlParser` that names the nearest known key and checks the type of YAML values as strictly as the command
+    line's."""
 
     def __init__(self) -> None:
         super().__init__((DataArguments, ModelArguments, TrainArguments), allow_abbrev=False, prog="recipe.train")

@@ -1,6 +1,7 @@
 """The trained model as a Hugging Face folder: whole weights, streamed unit by unit into sharded safetensors.
 
-This is the one place where the state-dict type is FULL_STATE_DICT. All ranks take part in gathering a unit; rank 0 writes
+This is the one place where the state-dict type is FULL_STATE_DICT. All ranks take part in gathering a unit; rank 0
+writes
 each tensor to the place in its file that was planned for it, so no rank ever holds more than one unit.
 """
 
@@ -24,7 +25,8 @@ PATTERN = "model{suffix}.safetensors"
 
 
 class SafetensorsWriter:
-    """Sharded safetensors, written tensor by tensor in any order. (The library's own writer wants a whole file in memory.)
+    """Sharded safetensors, written tensor by tensor in any order. (The library's own writer wants a whole file in
+    memory.)
 
     Args:
         folder: where the files go; it exists.
@@ -96,7 +98,8 @@ class SafetensorsWriter:
 
 
 def export_shapes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What an export of the unwrapped `model` (on meta) holds: its state dict, a tied tensor under its owner's name alone."""
+    """What an export of the unwrapped `model` (on meta) holds: its state dict, a tied tensor under its owner's name
+    alone."""
     tied = tied_names(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 

@@ -157,7 +157,8 @@ class StreamingLoader:
 
     def __init__(self, model: nn.Module, weights: Weights | None, dtype: torch.dtype, broadcast: bool):
         self.weights, self.dtype, self.broadcast = weights, dtype, broadcast
-        # By identity, since FSDP renames modules as it wraps. A tied parameter goes by its owner's name, and is the only
+        # By identity, since FSDP renames modules as it wraps. A tied parameter goes by its owner's name, and is the
+        # only
         # kind kept after it is loaded. The parameter itself is kept so that its id stays its own.
         self._names = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         owners = dict(model.named_parameters())
@@ -171,7 +172,8 @@ class StreamingLoader:
         self.file_dtypes: dict[str, torch.dtype] | None = plan[1]
 
     def materialize(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Replace `module`'s own meta parameters by real ones on `device`. FSDP1's `param_init_fn`; returns the module."""
+        """Replace `module`'s own meta parameters by real ones on `device`. FSDP1's `param_init_fn`; returns the
+        module."""
         for key, meta in list(module.named_parameters(recurse=False)):
             if meta.is_meta:
                 module.register_parameter(key, self._parameter(meta, device))
@@ -187,7 +189,8 @@ class StreamingLoader:
         return parameter
 
     def full(self, name: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """The whole tensor `name` on `device` in the master dtype: the file's values on rank 0, and on every rank if this
+        """The whole tensor `name` on `device` in the master dtype: the file's values on rank 0, and on every rank if
+        this
         loader broadcasts."""
         if self.file_dtypes is None:
             return torch.empty(shape, dtype=self.dtype, device=device)

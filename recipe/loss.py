@@ -1,7 +1,8 @@
 """Next-token cross-entropy from hidden states, without keeping the logits.
 
 The logits of 2,048 tokens over 32,000 words are 262 MB in fp32, and the usual loss holds several copies. Here they live
-one chunk at a time: the forward pass computes a chunk's loss and, since the loss is a plain sum, its gradient with it, so
+one chunk at a time: the forward pass computes a chunk's loss and, since the loss is a plain sum, its gradient with
+it, so
 the backward pass recomputes nothing. Positions without a label cost nothing. (The idea is Liger Kernel's fused linear
 cross-entropy, arXiv 2410.10989.)
 """
@@ -50,7 +51,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def attach_summed_loss(model: PreTrainedModel) -> None:
-    """Let `model(..., labels=labels, summed_loss=True)` return the summed loss of all labelled next tokens, an fp32 scalar.
+    """Let `model(..., labels=labels, summed_loss=True)` return the summed loss of all labelled next tokens, an fp32
+    scalar.
 
     The head itself computes it, in its own forward, since FSDP makes a module's weight whole around that alone. Every
     other call of the model or the head is as before.

@@ -1,4 +1,7 @@
-"""Silence what the libraries say at every start and a user can do nothing about, by name, each with its reason."""
+"""Silence what the libraries say at every start and a user can do nothing about, by name, each with its reason.
+
+Importing this module does it: some of them speak while they are imported, so an entry imports it first.
+"""
 
 import logging
 import warnings
@@ -24,8 +27,7 @@ _WARNINGS = (
 )
 
 
-def quiet() -> None:
-    for pattern, category in _WARNINGS:
-        warnings.filterwarnings("ignore", message=pattern, category=category)
-    # bitsandbytes looks for an optional CPU kernel of 4-bit inference whenever peft imports it.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+for _pattern, _category in _WARNINGS:
+    warnings.filterwarnings("ignore", message=_pattern, category=_category)
+# bitsandbytes looks for an optional CPU kernel of 4-bit inference whenever peft imports it.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -1,6 +1,7 @@
 """Every problem of a run that can be known before it costs anything: configuration, files, versions, disk.
 
-Each check returns its problems; `check` gathers them all, so that the user mends them in one go and not one a queue time.
+Each check returns its problems; `check` gathers them all, so that the user mends them in one go and not one a queue
+time.
 """
 
 import os
@@ -108,8 +109,8 @@ def costs(model: ModelArguments) -> list[str]:
     if model.param_dtype != "bfloat16":
         return []
     return [
-        "warning: param_dtype is bfloat16: weights keep 8 bits, so updates smaller than about 1/256 of a weight are lost, "
-        "and torch's Adam keeps its moments in bf16 too; float32 trains better where it fits"
+        "warning: param_dtype is bfloat16: weights keep 8 bits, so updates smaller than about 1/256 of a weight are "
+        "lost, and torch's Adam keeps its moments in bf16 too; float32 trains better where it fits"
     ]
 
 
@@ -193,7 +194,8 @@ def disk_space(fresh: PreTrainedModel, model: ModelArguments, train: TrainArgume
         return []
     return [
         f"{folder} has {free / 1e9:.1f} GB free and a checkpoint with the export needs {needed / 1e9:.1f} GB "
-        f"({DISK_MARGIN} x ({checkpoint / 1e9:.1f} + {export / 1e9:.1f})); free some, or set output_dir to a larger disk"
+        f"({DISK_MARGIN} x ({checkpoint / 1e9:.1f} + {export / 1e9:.1f})); free some, or set output_dir to a "
+        "larger disk"
     ]
 
 

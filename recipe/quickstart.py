@@ -105,7 +105,8 @@ def write_model(folder: Path, rows: list[dict]) -> None:
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with Llama-2's special tokens. It adds none by itself: the chat template writes them."""
+    """A byte-level BPE tokenizer with Llama-2's special tokens. It adds none by itself: the chat template writes
+    them."""
     tokenizer = Tokenizer(models.BPE(unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

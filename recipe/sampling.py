@@ -1,6 +1,7 @@
 """Which sample comes when: one stream of global sample indices, the same for every number of ranks.
 
-Sample number k of the run is the (k mod N)-th of a permutation of the N rows keyed by (seed, k div N), so an epoch never
+Sample number k of the run is the (k mod N)-th of a permutation of the N rows keyed by (seed, k div N), so an epoch
+never
 ends inside a step: a global batch may hold the last rows of one epoch and the first of the next. No row is lost or
 padded at an epoch's tail, which is where frameworks that cut epochs into batches differ between world sizes.
 """
@@ -13,7 +14,8 @@ from torch.utils.data import Sampler
 
 
 def num_steps(num_rows: int, global_batch_size: int, num_epochs: float, max_steps: int) -> int:
-    """Optimizer steps of a run: `max_steps` where it is positive, else enough to see `num_epochs` x `num_rows` samples."""
+    """Optimizer steps of a run: `max_steps` where it is positive, else enough to see `num_epochs` x `num_rows`
+    samples."""
     if max_steps > 0:
         return max_steps
     return max(1, math.ceil(num_epochs * num_rows / global_batch_size))
@@ -55,6 +57,7 @@ class _Padded(torch.utils.data.Dataset):
 
 
 def padded_with_unlabelled(rows: torch.utils.data.Dataset, multiple: int) -> torch.utils.data.Dataset:
-    """`rows`, filled up to a multiple of `multiple` with rows whose labels are all masked, so that every rank takes part in as
+    """`rows`, filled up to a multiple of `multiple` with rows whose labels are all masked, so that every rank takes
+    part in as
     many forward passes (each is collective) and no row counts twice."""
     return _Padded(rows, math.ceil(len(rows) / multiple) * multiple)

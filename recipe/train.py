@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from recipe import noise, preflight, ranks, run_folder
+from recipe import noise, preflight, ranks, run_folder  # noqa: F401 - noise first, for what importing it does
 from recipe.arguments import Arguments, TrainArguments, parse_arguments
 from recipe.callbacks.dtypes import DtypeCheck
 from recipe.callbacks.meter import MeterCallback, StepMeter
@@ -75,7 +75,8 @@ def world_size_asked() -> int:
 def open_run_folder(
     args: TrainArguments, run: dict[str, Any], resolved: dict[str, Any], lines: list[str]
 ) -> str | None:
-    """Claim the run folder and find the checkpoint to go on from (rank 0 looks, every rank learns); log `lines` before."""
+    """Claim the run folder and find the checkpoint to go on from (rank 0 looks, every rank learns); log `lines`
+    before."""
     resume_from = None
     with ranks.all_or_none("opening the run folder"):
         if ranks.is_main():
@@ -101,7 +102,6 @@ def make_meter(found: preflight.Found, train_args: TrainArguments, world_size: i
 
 def entry() -> int:
     """Run `main`; a user's mistake is printed as such, without a traceback, with exit code 2."""
-    noise.quiet()
     try:
         main(parse_arguments())
     except UserError as error:

@@ -1,4 +1,5 @@
-"""TRL's `SFTTrainer` with the recipe's loading, order of samples, loss, checkpoints and export. Thin: each override says
+"""TRL's `SFTTrainer` with the recipe's loading, order of samples, loss, checkpoints and export. Thin: each override
+says
 what the stock method does otherwise, and calls the room that knows better."""
 
 import math
@@ -107,7 +108,8 @@ class RecipeTrainer(SFTTrainer):
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
-        """Stock: gathers the labels' count. Here one all-reduce carries it and the tokens', which a resume goes on from."""
+        """Stock: gathers the labels' count. Here one all-reduce carries it and the tokens', which a resume goes on
+        from."""
         self.meter.waited_for_data()
         counts = torch.zeros(2, dtype=torch.int64)
         for batch in batch_samples:
@@ -142,7 +144,8 @@ class RecipeTrainer(SFTTrainer):
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Stock: TRL's averages. Here the meter's, and TRL's token count from the state, so that it survives a resume."""
+        """Stock: TRL's averages. Here the meter's, and TRL's token count from the state, so that it survives a
+        resume."""
         if "loss" in logs:
             logs |= self.meter.summary()
             logs["num_tokens"] = self.state.num_input_tokens_seen
@@ -167,7 +170,8 @@ class RecipeTrainer(SFTTrainer):
         return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Stock: repeats rows so that every rank has as many batches. Here the fillers have no labels and count nothing."""
+        """Stock: repeats rows so that every rank has as many batches. Here the fillers have no labels and count
+        nothing."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         together = self.accelerator.num_processes * self.args.per_device_eval_batch_size
         return super().get_eval_dataloader(sampling.padded_with_unlabelled(rows, together))

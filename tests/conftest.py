@@ -148,7 +148,7 @@ class Launcher:
         **keys: Any,
     ) -> Finished:
         values = {**self.defaults, "output_dir": run_dir, **keys}
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+        command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--main_process_port", "0"]
         command += ["--config_file", str(ROOT / "configs/accelerate" / f"{spread}.yaml"), *launch, "-m", "recipe.train"]
         command += [part for key, value in values.items() if value is not None for part in (f"--{key}", str(value))]
         done = subprocess.run(

@@ -38,7 +38,9 @@ def test_defaults_are_overridden_by_yaml_and_yaml_by_the_command_line(config):
     argv = config("learning_rate: 1.0e-4\nmax_steps: 7\nparam_dtype: bfloat16\neval_samples: 3\n")
     _, _, default = parse_arguments([])
     data, model, train = parse_arguments([*argv, "--max_steps", "9"])
-    assert (default.max_steps, default.weight_decay) == (-1, train.weight_decay), "a key that nobody sets keeps its default"
+    assert (default.max_steps, default.weight_decay) == (-1, train.weight_decay), (
+        "a key that nobody sets keeps its default"
+    )
     assert (train.max_steps, train.learning_rate) == (9, 1e-4)
     assert (model.param_dtype, data.eval_samples) == ("bfloat16", 3), "each key reaches the dataclass that has it"
 
@@ -53,7 +55,11 @@ def test_the_place_of_config_on_the_command_line_does_not_matter(config):
 def test_safe_defaults_replace_the_librarys():
     _, model, train = parse_arguments([])
     assert (train.resume_from_checkpoint, train.save_total_limit, train.export_dtype) == ("auto", 3, "bfloat16")
-    assert (train.logging_nan_inf_filter, train.activation_checkpointing, train.per_device_train_batch_size) == (False, True, 1)
+    assert (train.logging_nan_inf_filter, train.activation_checkpointing, train.per_device_train_batch_size) == (
+        False,
+        True,
+        1,
+    )
     assert (train.max_length, train.global_batch_size) == (None, None), "no default: a wrong guess is costly"
     assert (model.param_dtype, model.reduce_dtype) == ("float32", "float32")
 
@@ -77,13 +83,17 @@ def test_an_abbreviated_key_is_no_key(flag):
     assert f"unknown key '{flag[2:]}'" in refused([flag, "1"])[0]
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="unknown() gives difflib the key as YAML reads it, here a number")
+@pytest.mark.xfail(
+    strict=True, raises=TypeError, reason="unknown() gives difflib the key as YAML reads it, here a number"
+)
 def test_a_key_that_is_no_text_is_unknown(config):
     assert "unknown key '1'" in refused(config("1: 2\n"))[0]
 
 
 @pytest.mark.parametrize("stray", [["configs/quickstart.yaml"], ["--no_global_batch_size"]])
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="what argparse leaves over is HfArgumentParser's bare ValueError")
+@pytest.mark.xfail(
+    strict=True, raises=ValueError, reason="what argparse leaves over is HfArgumentParser's bare ValueError"
+)
 def test_what_is_no_key_is_a_users_mistake(stray):
     assert stray[0] in refused(stray)[0]
 
@@ -115,7 +125,9 @@ def test_a_value_of_the_wrong_type_is_refused_in_yaml(line, value, config):
     assert line.split(":")[0] in problem and value in problem
 
 
-@pytest.mark.parametrize(("key", "value"), [("max_steps", "2.5"), ("learning_rate", "fast"), ("param_dtype", "float16")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("max_steps", "2.5"), ("learning_rate", "fast"), ("param_dtype", "float16")]
+)
 def test_a_value_of_the_wrong_type_is_refused_on_the_command_line(key, value):
     (problem,) = refused([f"--{key}", value])
     assert key in problem and value in problem
@@ -128,7 +140,9 @@ def test_a_value_that_is_no_choice_is_refused_in_yaml(line, config):
 
 
 @pytest.mark.parametrize("line", ["max_steps: [16]", "learning_rate: {a: 1}", "packing: {a: 1}", "max_steps: null"])
-@pytest.mark.xfail(strict=True, reason="argparse applies types to text alone; lists, mappings and null go in as they are")
+@pytest.mark.xfail(
+    strict=True, reason="argparse applies types to text alone; lists, mappings and null go in as they are"
+)
 def test_a_list_a_mapping_or_nothing_is_refused_where_a_plain_value_belongs(line, config):
     assert line.split(":")[0] in refused(config(line))[0]
 
@@ -154,7 +168,9 @@ def test_booleans_on_the_command_line(argv, export, packing):
     assert (train.export, train.packing) == (export, packing)
 
 
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("yes", True), ("off", False), ("'no'", False)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("false", False), ("yes", True), ("off", False), ("'no'", False)]
+)
 def test_booleans_in_yaml(text, value, config):
     assert parse_arguments(config(f"packing: {text}\n"))[2].packing is value
 
@@ -229,7 +245,9 @@ def test_ranks_without_a_gpu_are_told_so(on_gpu, activated):
     assert activated(on_gpu=on_gpu)["use_cpu"] is not on_gpu
 
 
-@pytest.mark.parametrize(("old", "new", "on"), [(None, True, True), (None, False, False), (True, False, True), (False, True, False)])
+@pytest.mark.parametrize(
+    ("old", "new", "on"), [(None, True, True), (None, False, False), (True, False, True), (False, True, False)]
+)
 def test_the_older_name_of_activation_checkpointing_wins_where_it_is_set(old, new, on, activated):
     values = activated(gradient_checkpointing=old, activation_checkpointing=new)
     assert values["activation_checkpointing"] is on

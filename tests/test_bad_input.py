@@ -1,4 +1,5 @@
-"""The likeliest mistakes, through the real entry on two ranks: at once, on all ranks, with what to change, nothing half-written."""
+"""The likeliest mistakes, through the real entry on two ranks: at once, on all ranks, with what to change, nothing
+half-written."""
 
 import json
 import os
@@ -102,7 +103,8 @@ def test_resume_passes_over_broken_checkpoints(launch: Launcher, tmp_path: Path)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 def test_full_disk(launch: Launcher, tmp_path: Path) -> None:
-    """The estimate is fooled by a disk that fills up after the start: the save fails on all ranks and leaves nothing."""
+    """The estimate is fooled by a disk that fills up after the start: the save fails on all ranks and leaves
+    nothing."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(

@@ -1,4 +1,6 @@
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from recipe.arguments import parse_arguments
 from recipe.checkpoint.manifest import FILE as MANIFEST
 from recipe.checkpoint.manifest import Manifest, describe_files
 from recipe.errors import UserError
+from recipe.model import load_tokenizer
 
 RUN = {"data": "0123", "seed": 42, "global_batch_size": 8}
 
@@ -90,14 +93,18 @@ def test_a_checkpoint_of_another_run_is_refused(asked, save, tmp_path):
     save(4, RUN | {"seed": 7, "optim": "sgd"})
     with pytest.raises(UserError) as caught:
         resume(tmp_path, asked if asked == "auto" else str(tmp_path / asked))
-    assert str(caught.value).endswith("is a checkpoint of a different run: optim: sgd then, None now; seed: 7 then, 42 now")
+    assert str(caught.value).endswith(
+        "is a checkpoint of a different run: optim: sgd then, None now; seed: 7 then, 42 now"
+    )
 
 
 @pytest.mark.parametrize("asked", [None, "none", "false", "False"])
 def test_none_starts_fresh_and_never_over_existing_checkpoints(asked, save, tmp_path):
     assert resume(tmp_path, asked) == (None, "fresh start (resume_from_checkpoint: none)")
     save(2)
-    with pytest.raises(UserError, match="resume_from_checkpoint is none and .* holds checkpoint-2; set another output_dir"):
+    with pytest.raises(
+        UserError, match="resume_from_checkpoint is none and .* holds checkpoint-2; set another output_dir"
+    ):
         resume(tmp_path, asked)
 
 
@@ -139,7 +146,9 @@ def test_a_folder_without_checkpoints_goes_to_the_next_run(save, tmp_path):
     run_folder.claim(tmp_path, RUN)
 
 
-@pytest.mark.xfail(strict=True, reason="claim reads run.json without a guard, and writes it in place: a crash can cut it off")
+@pytest.mark.xfail(
+    strict=True, reason="claim reads run.json without a guard, and writes it in place: a crash can cut it off"
+)
 def test_an_identity_that_a_crash_cut_off(tmp_path):
     (tmp_path / run_folder.IDENTITY).write_text('{"seed":')
     run_folder.claim(tmp_path, RUN)
@@ -148,7 +157,9 @@ def test_an_identity_that_a_crash_cut_off(tmp_path):
 # -- what makes a run --------------------------------------------------------------------------------------------------
 
 
-def fingerprint(folder: Path, *argv: str, data: str = "d", tokenizer: str = "t") -> dict[str, Any]:
+def fingerprint(folder: Path, *argv: str, data: str = "d", more_tokens: Sequence[str] = ()) -> dict[str, Any]:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(list(more_tokens))
     return run_folder.fingerprint(parse_arguments(["--global_batch_size", "8", *argv]), data, folder, tokenizer)
 
 
@@ -172,7 +183,7 @@ def test_a_run_is_another_if_its_numbers_would_be(key, value, tiny_model):
 
 def test_a_run_is_another_with_other_data_tokenizer_or_model(tiny_model, tied_model):
     old = fingerprint(tiny_model)
-    changed = [fingerprint(tiny_model, data="e"), fingerprint(tiny_model, tokenizer="u"), fingerprint(tied_model)]
+    changed = [fingerprint(tiny_model, data="e"), fingerprint(tiny_model, more_tokens=["new"]), fingerprint(tied_model)]
     differing = [[line.split(":")[0] for line in run_folder.differences(old, new)] for new in changed]
     assert differing == [["data"], ["tokenizer"], ["model"]]
 
@@ -183,12 +194,27 @@ def test_a_run_stays_itself_with_other_ranks_folders_and_lengths(tiny_model):
     assert fingerprint(tiny_model) == fingerprint(tiny_model, *changes)
 
 
+@pytest.mark.xfail(
+    strict=True, reason="the tokenizer's state of truncation and padding is hashed with it; see tokenizer_digest"
+)
+def test_a_run_stays_itself_when_its_data_need_no_tokenizing_any_more(tiny_model, tmp_path):
+    """The first start calls the tokenizer, which resets what its file says of truncation; a resume maps the cache."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    backend = json.loads((folder / "tokenizer.json").read_text())
+    backend["truncation"] = {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    used, unused = load_tokenizer(folder), load_tokenizer(folder)
+    used("the quick brown fox")
+    arguments = parse_arguments([])
+    first, resumed = (run_folder.fingerprint(arguments, "d", folder, tokenizer) for tokenizer in (used, unused))
+    assert run_folder.differences(first, resumed) == []
+
+
 # -- the resolved configuration ----------------------------------------------------------------------------------------
 
 
 def test_tokens_of_the_hub_are_left_out(tmp_path):
-    secret = ("--hub_token", "hf_secret", "--push_to_hub_token", "hf_secret")
-    values = run_folder.resolved(parse_arguments(["--seed", "7", *secret[:2]]))
+    values = run_folder.resolved(parse_arguments(["--seed", "7", "--hub_token", "hf_secret"]))
     run_folder.write_config(tmp_path, values)
     assert "hf_secret" not in (tmp_path / run_folder.CONFIG).read_text()
     assert values["seed"] == 7
@@ -206,7 +232,9 @@ def test_tokens_of_the_hub_are_left_out(tmp_path):
 )
 def test_the_resolved_configuration_is_a_configuration(argv, tmp_path):
     """Given as --config, it makes the same run."""
-    (tmp_path / "run.yaml").write_text("lr_scheduler_kwargs: {min_lr_rate: 0.1}\nreport_to: [tensorboard]\nmax_length: 64\n")
+    (tmp_path / "run.yaml").write_text(
+        "lr_scheduler_kwargs: {min_lr_rate: 0.1}\nreport_to: [tensorboard]\nmax_length: 64\n"
+    )
     old = parse_arguments(["--config", str(tmp_path / "run.yaml"), *argv])
     run_folder.write_config(tmp_path, run_folder.resolved(old))
     assert parse_arguments(["--config", str(tmp_path / run_folder.CONFIG)]) == old

@@ -26,7 +26,8 @@ SPLITS = {
 
 @pytest.fixture(scope="module")
 def reference(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Plain PyTorch, one process, no FSDP, no trainer: row by row, a mean over all labelled tokens of the global batch."""
+    """Plain PyTorch, one process, no FSDP, no trainer: row by row, a mean over all labelled tokens of the global
+    batch."""
     values = {**launch.defaults, "max_steps": STEPS, "output_dir": tmp_path_factory.mktemp("reference")}
     data, model, train = parse_arguments([part for k, v in values.items() for part in (f"--{k}", str(v))])
     folder = Path(model.model_name_or_path)

@@ -1,1 +1,2 @@
-"""Checkpoints: written, published whole, found by completeness, retired. Knows files and ranks, not models or trainers."""
+"""Checkpoints: written, published whole, found by completeness, retired. Knows files and ranks, not models or
+trainers."""

@@ -17,7 +17,8 @@ PEAK_BF16 = {
 
 
 def flops_per_token(config: PretrainedConfig, num_parameters: int, seq_len: int) -> float:
-    """Forward and backward of one token: 6 N + 12 L h s (PaLM, arXiv 2204.02311, appendix B; causal masking not taken off).
+    """Forward and backward of one token: 6 N + 12 L h s (PaLM, arXiv 2204.02311, appendix B; causal masking not taken
+    off).
 
     Args:
         num_parameters: N, without the input embedding, which is a look-up and no multiplication (a tied one is the

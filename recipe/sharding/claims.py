@@ -41,7 +41,8 @@ def inspect_sharding(accelerator: Accelerator, model: nn.Module, num_layers: int
     """Describe the wrapped model, and raise where it is not what was asked for.
 
     Args:
-        num_layers: transformer layers of the model; each has to be a unit of its own. None is checked for other wrap policies.
+        num_layers: transformer layers of the model; each has to be a unit of its own. None is checked for other wrap
+        policies.
         num_parameters: parameters of the whole unwrapped model.
 
     Raises:
@@ -78,7 +79,8 @@ def _local_numel(parameter: torch.Tensor) -> int:
 
 
 def count_units(model: nn.Module, layer_classes: list[str]) -> int:
-    """FSDP units: for FSDP1 its wrapped modules with parameters. For FSDP2 the wrapped layers, and 1 for the rest, which
+    """FSDP units: for FSDP1 its wrapped modules with parameters. For FSDP2 the wrapped layers, and 1 for the rest,
+    which
     Accelerate may split in groups (embedding; final norm and head) that are gathered on their own."""
     if isinstance(model, FSDP):
         return sum(unit._has_params for unit in FSDP.fsdp_modules(model))

@@ -13,7 +13,8 @@ _LOADING_SWITCHES = ("FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def spread_problems() -> list[str]:
-    """What this recipe needs of the accelerate file and does not find in the environment that the launcher made of it."""
+    """What this recipe needs of the accelerate file and does not find in the environment that the launcher made of
+    it."""
     if os.environ.get("WORLD_SIZE") is None:
         return [
             "no launcher: WORLD_SIZE is not set; start with `bash launch/train.sh CONFIG` or "
@@ -69,7 +70,8 @@ def open_cpu_door() -> None:
     """Make Accelerate run real FSDP on CPU ranks (gloo) by its normal path.
 
     Accelerate turns FSDP on for GPU-like distributed types alone and runs plain DDP on CPU without a word
-    (accelerate's `AcceleratorState.__init__`). Told that the ranks are of such a type, it takes its ordinary FSDP branch.
+    (accelerate's `AcceleratorState.__init__`). Told that the ranks are of such a type, it takes its ordinary FSDP
+    branch.
     FSDP1 refuses the indexed device `cpu:0` that Accelerate would use. Call it once the process group is up and
     before an `Accelerator` exists; on a GPU it does nothing.
     """
@@ -85,7 +87,8 @@ def open_cpu_door() -> None:
 
 @contextmanager
 def ranks_of_a_node() -> Iterator[None]:
-    """Tell FSDP1 how many CPU ranks a node has; it takes the number of devices for it, which torch says is 1 on a CPU, and
+    """Tell FSDP1 how many CPU ranks a node has; it takes the number of devices for it, which torch says is 1 on a
+    CPU, and
     HYBRID_SHARD would shard over none of them."""
     said = torch.cpu.device_count
     torch.cpu.device_count = lambda: int(os.environ["LOCAL_WORLD_SIZE"])

@@ -75,7 +75,8 @@ class LocalShardOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def show_dense(self) -> None:
-        """Fill `state` with what a torch AdamW would have there; `hide_dense` frees it again. 32-bit moments are not copied."""
+        """Fill `state` with what a torch AdamW would have there; `hide_dense` frees it again. 32-bit moments are not
+        copied."""
         for parameter in self._parameters():
             local = self._local_of(parameter)
             state = self.inner.state.get(local, {}) if local is not None else {}

@@ -1,7 +1,8 @@
 """Sharded state dicts of model and optimizer, for `torch.distributed.checkpoint`, in the layout of Accelerate's files.
 
 Accelerate 1.15's loader asks a fresh FSDP1 optimizer for its state, gets none, and so loads none without a word
-(`accelerate.utils.fsdp_utils.load_fsdp_optimizer`); torch's own functions below initialise the optimizer first and serve FSDP1 and FSDP2 alike.
+(`accelerate.utils.fsdp_utils.load_fsdp_optimizer`); torch's own functions below initialise the optimizer first and
+serve FSDP1 and FSDP2 alike.
 """
 
 from typing import Any

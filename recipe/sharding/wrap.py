@@ -34,9 +34,8 @@ def shard(accelerator: Accelerator, model: nn.Module, loader: StreamingLoader) -
     plugin = accelerator.state.fsdp_plugin
     if not accelerator.is_fsdp2:
         # FSDP1 refuses to broadcast CPU tensors, so there the loader does; with nothing to read nobody needs to.
-        plugin.sync_module_states = not loader.broadcast and loader.file_dtypes is not None
-        device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
-        plugin.param_init_fn = lambda module: loader.materialize(module, device)
+        plugin.sync_module_states = accelerator.device.type != "cpu" and loader.file_dtypes is not None
+        plugin.param_init_fn = lambda module: loader.materialize(module, accelerator.device)
         with ranks_of_a_node():
             model = accelerator.prepare(model)
     else:

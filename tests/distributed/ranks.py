@@ -62,10 +62,9 @@ def _rank(results: Any, rank: int, world_size: int, port: int, version: str, fun
     try:
         from accelerate import PartialState
 
-        from recipe import noise
+        from recipe import noise  # noqa: F401
         from recipe.sharding.plugin import open_cpu_door
 
-        noise.quiet()
         PartialState(cpu=True)
         open_cpu_door()
         results.put((rank, (None, function(*args))))
