@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from tqdm.auto import tqdm
 
 from recipe import noise, preflight, ranks, run_folder  # noqa: F401 - noise first, for what importing it does
 from recipe.arguments import Arguments, TrainArguments, parse_arguments
@@ -106,7 +107,7 @@ def entry() -> int:
         main(parse_arguments())
     except UserError as error:
         if not PartialState._shared_state or PartialState().is_main_process:
-            print(f"recipe: {error}", file=sys.stderr, flush=True)
+            tqdm.write(f"recipe: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
