@@ -4,9 +4,9 @@
 
 A random Llama of 42 M parameters with a vocabulary of 16,000, packed blocks of 512 tokens, two CPU ranks (gloo), FSDP1.
 All three train on the same prepared blocks in the same order, with the same accumulation, activation checkpointing,
-precision, AdamW (fused, no decay), clipping at 1 and constant learning rate; each logs every step, TRL with its default
-metrics. Processes are fresh, the three take turns, and the first steps do not count. In fp32 the losses of the three
-have to agree, or there is no comparison.
+precision, AdamW (fused, no decay), clipping at 1 and constant learning rate; the trainers log every step, TRL with its
+default metrics. Processes are fresh, the three take turns, and the first steps do not count. In fp32 the losses of the
+three have to agree, or there is no comparison. "CPU seconds" are rank 0's for a step: on a busy machine they say more.
 
 - ours: `recipe.train.main`, with one callback that notes the time;
 - trl: `SFTTrainer` with `from_pretrained` on every rank, on the recipe's FSDP plugin and order of samples;
@@ -51,23 +51,25 @@ SAME = """output_dir per_device_train_batch_size gradient_accumulation_steps max
 lr_scheduler_type weight_decay max_grad_norm optim bf16 seed use_cpu activation_checkpointing
 activation_checkpointing_kwargs accelerator_config dataset_kwargs logging_steps save_strategy report_to
 disable_tqdm""".split()
-HEADER = ("dtype", "contender", "tokens/s", "step seconds", "of ours", "first loss", "last loss")
+HEADER = ("dtype", "contender", "tokens/s", "step seconds", "CPU seconds", "first loss", "last loss")
 
 
 # -- in the ranks ------------------------------------------------------------------------------------------------------
 
 
 class Clock(TrainerCallback):
-    """When each optimizer step ended."""
+    """When each optimizer step ended: on the wall, and in this process's CPU time."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.times.append(time.perf_counter())
+        self.wall.append(time.perf_counter())
+        self.cpu.append(time.process_time())
 
 
-def run_ours(arguments: Arguments) -> tuple[list[float], list[float]]:
+def run_ours(arguments: Arguments) -> tuple[Clock, list[float]]:
     clock = Clock()
 
     def timed(callbacks: list[TrainerCallback], **kwargs: Any) -> RecipeTrainer:
@@ -76,7 +78,7 @@ def run_ours(arguments: Arguments) -> tuple[list[float], list[float]]:
     train.RecipeTrainer = timed  # type: ignore[misc, assignment]
     train.main(arguments)
     metrics = (Path(arguments[2].output_dir) / "metrics.jsonl").read_text().splitlines()
-    return clock.times, [json.loads(line)["loss"] for line in metrics]
+    return clock, [json.loads(line)["loss"] for line in metrics]
 
 
 class StockTrainer(SFTTrainer):
@@ -95,7 +97,7 @@ class StockTrainer(SFTTrainer):
         return sampling.SampleStream(len(self.train_dataset), args.max_steps * per_step, args.seed)
 
 
-def run_trl(arguments: Arguments) -> tuple[list[float], list[float]]:
+def run_trl(arguments: Arguments) -> tuple[Clock, list[float]]:
     data_args, model_args, train_args = arguments
     tokenizer = load_tokenizer(Path(model_args.model_name_or_path))
     rows = prepare(data_args, train_args, tokenizer).train
@@ -113,10 +115,10 @@ def run_trl(arguments: Arguments) -> tuple[list[float], list[float]]:
     )
     trainer.train()
     assert isinstance(trainer.model_wrapped, FullyShardedDataParallel)
-    return clock.times, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return clock, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def run_bare(arguments: Arguments) -> tuple[list[float], list[float]]:
+def run_bare(arguments: Arguments) -> tuple[Clock, list[float]]:
     data_args, model_args, train_args = arguments
     tokenizer = load_tokenizer(Path(model_args.model_name_or_path))
     rows = prepare(data_args, train_args, tokenizer).train
@@ -137,7 +139,7 @@ def run_bare(arguments: Arguments) -> tuple[list[float], list[float]]:
     collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id, padding_free=True)
     world_size, batch_size = dist.get_world_size(), train_args.global_batch_size
     stream = iter(sampling.SampleStream(len(rows), train_args.max_steps * batch_size, train_args.seed))
-    times, losses = [], []
+    clock, losses = Clock(), []
     for _ in range(train_args.max_steps):
         global_batch = [collate([rows[index]]) for index in itertools.islice(stream, batch_size)]
         num_labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in global_batch)
@@ -149,19 +151,22 @@ def run_bare(arguments: Arguments) -> tuple[list[float], list[float]]:
         model.clip_grad_norm_(train_args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter())
+        clock.on_step_end()
         losses.append(total)
     together = torch.stack(losses)
     dist.all_reduce(together)
-    return times, together.tolist()
+    return clock, together.tolist()
 
 
 CONTENDERS = {"ours": run_ours, "trl": run_trl, "bare": run_bare}
 
 
 def worker(job: dict[str, Any]) -> dict[str, Any]:
-    times, losses = CONTENDERS[job["contender"]](parse_arguments(job["argv"]))
-    return {"seconds": [end - begin for begin, end in itertools.pairwise(times)], "losses": losses}
+    clock, losses = CONTENDERS[job["contender"]](parse_arguments(job["argv"]))
+    steps = {"seconds": clock.wall, "cpu_seconds": clock.cpu}
+    return {key: [end - begin for begin, end in itertools.pairwise(times)] for key, times in steps.items()} | {
+        "losses": losses
+    }
 
 
 # -- outside -----------------------------------------------------------------------------------------------------------
@@ -211,14 +216,16 @@ def compare(dtype: str, argv: list[str], args: argparse.Namespace, scratch: Path
             out = scratch / f"{dtype}-{contender}-{repeat}"
             job_argv = [*argv, "--output_dir", str(out), "--bf16", str(dtype == "bfloat16")]
             run = common.run_ranks("benchmarks.step", {"contender": contender, "argv": job_argv})[0]
-            run["seconds"] = run["seconds"][args.warm_up - 1 :]  # the first step has no beginning on the clock
+            for key in ("seconds", "cpu_seconds"):
+                run[key] = run[key][args.warm_up - 1 :]  # the first step has no beginning on the clock
             runs[contender].append(run)
             print(f"{dtype} {contender}: {statistics.median(run['seconds']):.3f} s a step", flush=True)
     return runs
 
 
-def step_seconds(runs: list[dict[str, Any]]) -> float:
-    return statistics.median(second for run in runs for second in run["seconds"])
+def median(runs: list[dict[str, Any]], key: str = "seconds") -> float:
+    """Of all counted steps of all runs."""
+    return statistics.median(second for run in runs for second in run[key])
 
 
 def check_losses(runs: dict[str, list[dict[str, Any]]]) -> float:
@@ -234,14 +241,15 @@ def main(args: argparse.Namespace) -> None:
         for dtype in args.dtypes:
             runs = raw[dtype] = compare(dtype, argv, args, Path(scratch))
             tokens = args.block * common.NUM_RANKS * args.accumulation
-            ours = step_seconds(runs["ours"])
+            ours = median(runs["ours"])
             for contender, found in runs.items():
-                seconds, losses = step_seconds(found), found[0]["losses"]
-                rows.append((dtype, contender, tokens / seconds, seconds, ours / seconds, losses[0], losses[-1]))
+                seconds, losses = median(found), found[0]["losses"]
+                cpu = median(found, "cpu_seconds")
+                rows.append((dtype, contender, tokens / seconds, seconds, cpu, losses[0], losses[-1]))
             if dtype == "float32":
                 goals.append(common.Goal("float32, largest difference of losses", check_losses(runs), LOSS_TOLERANCE))
             for peer, bound in (("trl", 1.15), ("bare", 0.97)):
-                ratio = step_seconds(runs[peer]) / ours
+                ratio = median(runs[peer]) / ours
                 goals.append(common.Goal(f"{dtype}, tokens/s, ours / {peer}", ratio, bound, at_most=False))
     setting = f"{args.accumulation} micro-batches of {args.block} tokens a rank and step"
     checkpointing = "with" if args.activation_checkpointing else "without"

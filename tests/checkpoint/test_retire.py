@@ -40,9 +40,9 @@ def test_the_newest_are_kept(keep, kept, save, tmp_path):
 
 @pytest.mark.parametrize("keep", [0, -1])
 def test_the_newest_is_kept_whatever_is_asked(keep, save, tmp_path):
-    save(2, 4)
+    save(2, 4, 6)
     retire(tmp_path, keep)
-    assert left(tmp_path) == [4]
+    assert left(tmp_path) == [6]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
