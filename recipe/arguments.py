@@ -4,17 +4,19 @@ Parsing touches no device and starts no process group: `TrainArguments.activate`
 (`recipe.preflight`), so that a typo costs a second and not a place in the queue.
 """
 
+import argparse
 import difflib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-from recipe.errors import UserError
+from recipe.errors import UserError, raise_if
 from recipe.sampling import num_steps
 
 DTYPES = ("float32", "bfloat16")
@@ -113,7 +115,9 @@ class TrainArguments(SFTConfig):
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Pad batches to a multiple of this."})
 
     def __post_init__(self) -> None:
-        """Nothing yet: transformers starts the process group in here, and the checks come first."""
+        """Only what the checks read: transformers starts the process group in its own, and the checks come first."""
+        if isinstance(self.activation_checkpointing_kwargs, str):
+            self.activation_checkpointing_kwargs = json.loads(self.activation_checkpointing_kwargs)
 
     def settle(self, num_rows: int, bf16: bool) -> None:
         """Fill in what the data and the model decide: the number of steps, and whether compute is in another dtype."""
@@ -142,63 +146,81 @@ Arguments = tuple[DataArguments, ModelArguments, TrainArguments]
 
 
 class _Parser(TrlParser):
-    """`TrlParser` that names the nearest known key and checks the type of YAML values as strictly as the command
-    line's."""
+    """`TrlParser` that names the nearest known key, and is as strict with YAML's values as with the command line's."""
 
     def __init__(self) -> None:
-        super().__init__((DataArguments, ModelArguments, TrainArguments), allow_abbrev=False, prog="recipe.train")
+        groups = (DataArguments, ModelArguments, TrainArguments)
+        super().__init__(groups, allow_abbrev=False, prog="recipe.train")
+        self.keys = {action.dest: action for action in self._actions if action.dest != "help"}
+        self.hints = {key: hint for group in groups for key, hint in get_type_hints(group).items()}
 
     def error(self, message: str) -> Any:
         raise UserError(message)
 
-    def known_keys(self) -> list[str]:
-        return sorted(action.dest for action in self._actions if action.dest != "help")
-
-    def unknown(self, keys: Sequence[str], where: str) -> list[str]:
-        known = self.known_keys()
-        problems = []
-        for key in keys:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-                problems.append(f"unknown key '{key}' {where}; the nearest known key is '{near[0]}'")
-        return problems
-
     def parse(self, argv: Sequence[str]) -> Arguments:
         argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-        config: dict[str, Any] = {}
-        where = ""
+        config: dict[Any, Any] = {}
+        path = ""
         if "--config" in argv:
             at = argv.index("--config")
             if at + 1 == len(argv):
                 raise UserError("--config needs a path to a YAML file")
             path = argv[at + 1]
             argv = argv[:at] + argv[at + 2 :]
-            where = f"in {path}"
             config = read_config(path)
         flags = [arg[2:].split("=", 1)[0].replace("-", "_") for arg in argv if arg.startswith("--")]
-        problems = self.unknown([*config], where)
-        problems += self.unknown(
-            [f.removeprefix("no_") if f not in self.known_keys() else f for f in flags if f != "help"],
-            "on the command line",
+        flags = [flag.removeprefix("no_") if flag not in self.keys else flag for flag in flags if flag != "help"]
+        raise_if(
+            [
+                *self.unknown(config, f"in {path}"),
+                *self.unknown(flags, "on the command line"),
+                *(problem for key, value in config.items() for problem in self.misfit(key, value, path)),
+            ]
         )
-        if problems:
-            raise UserError(*problems)
-        # argparse applies an argument's type to string defaults only, so YAML scalars go in as text.
-        self.set_defaults_with_config(**{k: _as_text(v) for k, v in config.items()})
-        data, model, train = self.parse_args_into_dataclasses(args=list(argv), look_for_args_file=False)
+        # argparse applies an argument's type to defaults that are text, so YAML's plain values go in as text.
+        self.set_defaults_with_config(**{key: _as_text(value) for key, value in config.items()})
+        *parsed, stray = self.parse_args_into_dataclasses(list(argv), return_remaining_strings=True)
+        if stray:
+            raise UserError(f"'{stray[0]}' on the command line is no key; give --config FILE and --key value")
+        data, model, train = parsed
         return data, model, train
+
+    def unknown(self, keys: Iterable[Any], where: str) -> list[str]:
+        problems = []
+        for key in keys:
+            if key not in self.keys:
+                near = difflib.get_close_matches(str(key), self.keys, n=1, cutoff=0.0)
+                problems.append(f"unknown key '{key}' {where}; the nearest known key is '{near[0]}'")
+        return problems
+
+    def misfit(self, key: Any, value: Any, path: str) -> list[str]:
+        """What argparse would say of `value` on the command line, and does not of a default."""
+        if key not in self.keys:
+            return []
+        hint = self.hints[key]
+        kinds = [get_origin(part) or part for part in (get_args(hint) or [hint])]
+        if value is None or isinstance(value, list | dict):
+            fits = type(value) in kinds or get_origin(hint) is type(value) or value == self.keys[key].default
+            return [] if fits else [f"{key} in {path} is {value!r}; give a plain value"]
+        try:
+            self._check_value(self.keys[key], self._get_value(self.keys[key], _as_text(value)))
+        except argparse.ArgumentError as error:
+            return [f"{key} in {path}: {error.message}"]
+        return []
 
 
 def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float | bool) else value
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> dict[Any, Any]:
     """Read a run's YAML file as a mapping. Raises `UserError` where there is none."""
     try:
         config = yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
         raise UserError(f"no config file at '{path}'; give --config an existing YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); give --config a YAML file") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(config, dict):

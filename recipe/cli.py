@@ -14,9 +14,12 @@ from recipe.errors import UserError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. A user's mistake is printed as such, without a traceback, and gives exit code 2."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, keys = parser.parse_known_args(argv)
+    if keys and not args.takes_keys:
+        parser.error(f"unrecognized arguments: {' '.join(keys)}")
     try:
-        args.run(args)
+        args.run(args, keys) if args.takes_keys else args.run(args)
     except UserError as error:
         print(f"recipe: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -30,10 +33,26 @@ def _parser() -> argparse.ArgumentParser:
         description="Around a fine-tuning run. To train: bash launch/train.sh CONFIG [--key value ...]",
     )
     parser.add_argument("--version", action="version", version=f"recipe {__version__}")
+    parser.set_defaults(takes_keys=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _check(commands.add_parser("check", allow_abbrev=False, help="list every problem of a run before it is queued"))
     _fetch(commands.add_parser("fetch", help="get a small pretrained model, without an account"))
     _quickstart(commands.add_parser("quickstart", help="the parts of launch/quickstart.sh"))
     return parser
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    def run(args: argparse.Namespace, keys: list[str]) -> None:
+        from recipe import noise, preflight  # noqa: F401 - noise first, for what importing it does
+        from recipe.arguments import parse_arguments
+
+        preflight.check(parse_arguments(keys), args.world_size, on_gpu=not args.cpu, launched=False)
+        print(f"recipe: no problem found for {args.world_size} ranks")
+
+    parser.usage = "recipe check --world_size N [--cpu] --config CONFIG [--key value ...]"
+    parser.add_argument("--world_size", type=int, required=True, metavar="N", help="ranks (GPUs) of the run")
+    parser.add_argument("--cpu", action="store_true", help="the run's ranks have no GPU")
+    parser.set_defaults(run=run, takes_keys=True)
 
 
 def _fetch(parser: argparse.ArgumentParser) -> None:

@@ -138,8 +138,18 @@ def write_export(
     found = Weights(draft).problems(fresh)
     if found:
         raise RuntimeError("the export does not match the model: " + "; ".join(found))
-    shutil.rmtree(out, ignore_errors=True)
+    _replace(out, draft)
+
+
+def _replace(out: Path, draft: Path) -> None:
+    """Put `draft` in the place of `out`, which is moved aside first, so that there is a whole export at every
+    moment."""
+    old = out.with_name(out.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
     draft.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def drain(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

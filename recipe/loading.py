@@ -58,7 +58,11 @@ class Weights:
     def _paths(self) -> list[Path]:
         index, single = self.folder / INDEX, self.folder / SINGLE
         if index.is_file():
-            return [self.folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            try:
+                names = set(json.loads(index.read_text())["weight_map"].values())
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise UserError(f"{index} is no index of safetensors files; fetch the model again") from None
+            return [self.folder / name for name in sorted(names)]
         if single.is_file():
             return [single]
         pickled = sorted(p.name for p in self.folder.glob("*.bin"))

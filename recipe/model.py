@@ -20,6 +20,7 @@ from transformers import (
 
 from recipe.arguments import ModelArguments
 from recipe.errors import UserError
+from recipe.loss import supports_summed_loss
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -48,7 +49,7 @@ def resolve_folder(args: ModelArguments) -> Path:
 
 def _from_hub(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
     try:
@@ -58,6 +59,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
             f"{name} is gated: accept its licence on its hub page and log in (`hf auth login`), or set "
             "model_name_or_path to a local folder"
         ) from None
+    except HFValidationError:
+        raise UserError(f"model_name_or_path '{name}' is no folder and no hub id (owner/name)") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UserError(
             f"{name} is no local folder, is not in the hub's cache, and the hub does not give it "
@@ -120,20 +123,20 @@ def meta_model(config: PretrainedConfig, args: ModelArguments, dtype: torch.dtyp
 def load_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """The model's generation config, made valid, before training: Llama-2 ships one that cannot be saved again
     (do_sample false with temperature and top_p set; transformers#29988)."""
-    if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder)
-    else:
-        generation = GenerationConfig.from_model_config(load_config(folder))
-    if not generation.do_sample and (generation.temperature not in (None, 1.0) or generation.top_p not in (None, 1.0)):
-        generation.do_sample = True
-    generation.eos_token_id = _with(generation.eos_token_id, tokenizer.eos_token_id)
-    generation.pad_token_id = tokenizer.pad_token_id
-    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
+    try:
+        if (folder / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(folder)
+        else:
+            generation = GenerationConfig.from_model_config(load_config(folder))
+        samples = generation.temperature not in (None, 1.0) or generation.top_p not in (None, 1.0)
+        generation.do_sample = bool(generation.do_sample or samples)
+        generation.eos_token_id = _with(generation.eos_token_id, tokenizer.eos_token_id)
+        generation.pad_token_id = tokenizer.pad_token_id
+        with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             generation.save_pretrained(scratch)
-        except ValueError as error:
-            raise UserError(f"{folder}/generation_config.json is not valid: {error}") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{folder}/generation_config.json is not valid: {error}") from None
     return generation
 
 
@@ -150,4 +153,14 @@ def vocabulary_problems(config: PretrainedConfig, tokenizer: PreTrainedTokenizer
     return [
         f"the tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size} rows of embedding; resize the "
         "model once, offline, and set model_name_or_path to the result"
+    ]
+
+
+def head_problems(model: PreTrainedModel) -> list[str]:
+    """The loss is computed from the hidden states by the head's plain projection."""
+    if supports_summed_loss(model):
+        return []
+    return [
+        f"{type(model).__name__} has a bias in its head, or scales or caps its logits, which this recipe's loss does "
+        "not do; set model_name_or_path to a model of Llama's kind"
     ]

@@ -6,15 +6,16 @@ time.
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from huggingface_hub.serialization._base import parse_size_to_int
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from recipe import model as models
-from recipe.arguments import Arguments, ModelArguments, TrainArguments
+from recipe.arguments import Arguments, DataArguments, ModelArguments, TrainArguments
 from recipe.data import check as check_data
 from recipe.errors import UserError, raise_if
 from recipe.loading import Weights
@@ -50,13 +51,8 @@ def check(arguments: Arguments, world_size: int, *, on_gpu: bool, launched: bool
     """
     data, model, train = arguments
     problems = plugin.spread_problems() if launched else []
-    problems += (
-        required(model, train)
-        + check_data(data, train)
-        + batch(train, world_size)
-        + unsupported(model, train)
-        + disk_folder(train)
-    )
+    problems += required(model, train) + check_data(data, train) + evaluation(data, train)
+    problems += batch(train, world_size) + unsupported(model, train) + disk_folder(train) + shard_size(train)
     if launched and not on_gpu:
         problems += plugin.cpu_problems()
     compute_dtype = torch.bfloat16 if train.bf16 or model.param_dtype == "bfloat16" else torch.float32
@@ -64,7 +60,8 @@ def check(arguments: Arguments, world_size: int, *, on_gpu: bool, launched: bool
     found = None
     if model.model_name_or_path is not None:
         try:
-            found = _read_model(model, train, compute_dtype)
+            found, wrong = _read_model(model, train, compute_dtype)
+            problems += wrong
         except UserError as error:
             problems += error.problems
     raise_if(problems)
@@ -78,21 +75,27 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in names}
 
 
-def _read_model(model: ModelArguments, train: TrainArguments, compute_dtype: torch.dtype) -> Found:
+def _read_model(model: ModelArguments, train: TrainArguments, compute_dtype: torch.dtype) -> tuple[Found, list[str]]:
+    """What can be read of the model, and what is wrong with it. Raises `UserError` where nothing can be read."""
     folder = models.resolve_folder(model)
     config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
-    problems = models.vocabulary_problems(config, tokenizer)
+    master_dtype = models.torch_dtype(model.param_dtype)
+    # The attention has been checked, and may be one that cannot be built here; shapes do not depend on it.
+    fresh = models.meta_model(config, replace(model, attn_implementation="sdpa"), master_dtype)
+    problems = models.vocabulary_problems(config, tokenizer) + models.head_problems(fresh)
     positions = config.max_position_embeddings
     if train.max_length is not None and train.max_length > positions:
         problems.append(
             f"max_length is {train.max_length} and the model has {positions} positions; set at most {positions}"
         )
-    raise_if(problems)
-    generation = models.load_generation_config(folder, tokenizer)
-    master_dtype = models.torch_dtype(model.param_dtype)
-    fresh = models.meta_model(config, model, master_dtype)
-    raise_if([*Weights(folder).problems(fresh), *disk_space(fresh, model, train)])
-    return Found(folder, config, tokenizer, generation, fresh, compute_dtype, master_dtype)
+    generation = GenerationConfig()
+    try:
+        generation = models.load_generation_config(folder, tokenizer)
+        problems += Weights(folder).problems(fresh)
+    except UserError as error:
+        problems += error.problems
+    problems += disk_space(fresh, model, train)
+    return Found(folder, config, tokenizer, generation, fresh, compute_dtype, master_dtype), problems
 
 
 def required(model: ModelArguments, train: TrainArguments) -> list[str]:
@@ -117,17 +120,42 @@ def costs(model: ModelArguments) -> list[str]:
 def batch(train: TrainArguments, world_size: int) -> list[str]:
     """The global batch has to be a multiple of ranks x micro-batch."""
     asked, micro = train.global_batch_size, train.per_device_train_batch_size
-    if asked is None:
-        return []
+    problems = []
+    if micro < 1:
+        problems.append(f"per_device_train_batch_size is {micro}; set 1 or more")
+    if train.gradient_accumulation_steps != 1:
+        problems.append(
+            f"gradient_accumulation_steps is {train.gradient_accumulation_steps}; it is derived: leave it out and set "
+            "global_batch_size"
+        )
     together = world_size * micro
-    if asked > 0 and asked % together == 0:
-        return []
-    near = sorted({max(together, asked // together * together), (asked // together + 1) * together})
-    fitting = " or ".join(str(n) for n in near)
-    return [
-        f"global_batch_size {asked} is not a multiple of {world_size} ranks x {micro} samples "
-        f"(per_device_train_batch_size); set it to {fitting}"
-    ]
+    if asked is not None and micro >= 1 and (asked < 1 or asked % together):
+        near = sorted({max(1, asked // together) * together, max(1, asked // together + 1) * together})
+        problems.append(
+            f"global_batch_size {asked} is not a multiple of {world_size} ranks x {micro} samples "
+            f"(per_device_train_batch_size); set it to {' or '.join(map(str, near))}"
+        )
+    return problems
+
+
+def evaluation(data: DataArguments, train: TrainArguments) -> list[str]:
+    """Rows are held out if and only if they are evaluated on."""
+    held_out = bool(data.eval_samples or data.dataset_test_split)
+    if held_out and train.eval_strategy == "no":
+        return ["rows are held out (eval_samples or dataset_test_split) and eval_strategy is 'no'; set it to 'steps'"]
+    if not held_out and train.eval_strategy == "steps":
+        return [f"eval_strategy is '{train.eval_strategy}' and nothing is held out; set eval_samples"]
+    return []
+
+
+def shard_size(train: TrainArguments) -> list[str]:
+    """Read now what the export will need."""
+    try:
+        if parse_size_to_int(train.max_shard_size) > 0:
+            return []
+    except ValueError:
+        pass
+    return [f"max_shard_size is '{train.max_shard_size}'; give a positive size in KB, MB, GB or TB, such as 5GB"]
 
 
 def rows(train: TrainArguments, num_rows: int) -> list[str]:
@@ -149,6 +177,8 @@ def unsupported(model: ModelArguments, train: TrainArguments) -> list[str]:
         "load_best_model_at_end": "export a checkpoint of your choice instead",
         "push_to_hub": "push the exported folder when the run has ended",
         "auto_find_batch_size": "set per_device_train_batch_size; a rank that retries alone leaves the others waiting",
+        "accelerator_config": "the accelerate file and global_batch_size decide",
+        "dataset_kwargs": "the data set is prepared before TRL sees it",
         "fp16": "use bf16; fp16 needs loss scaling, which this recipe does not do",
         "ignore_data_skip": "a resume goes on with the samples that come next",
     }
@@ -178,6 +208,8 @@ def unsupported(model: ModelArguments, train: TrainArguments) -> list[str]:
 
 def disk_folder(train: TrainArguments) -> list[str]:
     folder = _existing(Path(train.output_dir or "."))
+    if not folder.is_dir():
+        return [f"output_dir {train.output_dir}: {folder} is a file; set output_dir to a folder"]
     if not os.access(folder, os.W_OK):
         return [f"output_dir {train.output_dir}: {folder} cannot be written to; set output_dir to a folder that can"]
     return []
@@ -185,7 +217,7 @@ def disk_folder(train: TrainArguments) -> list[str]:
 
 def disk_space(fresh: PreTrainedModel, model: ModelArguments, train: TrainArguments) -> list[str]:
     """Room for one checkpoint and the export, with a margin."""
-    folder = _existing(Path(train.output_dir))
+    folder = _existing(Path(train.output_dir or "."))
     parameters, per_parameter = fresh.num_parameters(), checkpoint_bytes(model, train)
     checkpoint = 0 if train.save_strategy == "no" else parameters * per_parameter
     export = parameters * models.torch_dtype(train.export_dtype).itemsize if train.export else 0

@@ -10,12 +10,14 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from recipe.arguments import Arguments
-from recipe.checkpoint.find import candidates, newest_complete, require_complete
+from recipe.checkpoint.find import candidates, newest_complete, require_complete, step_of
 from recipe.checkpoint.manifest import Manifest
 from recipe.checkpoint.publish import clean_leftovers
+from recipe.data.cache import tokenizer_digest
 from recipe.errors import UserError
 
 IDENTITY, CONFIG, EXPORT = "run.json", "config.yaml", "export"
+SECRETS = ("hub_token", "push_to_hub_token")
 
 
 def fingerprint(
@@ -26,7 +28,7 @@ def fingerprint(
     return {
         "data": data_fingerprint,
         "model": _hash((model_folder / "config.json").read_text()),
-        "tokenizer": _hash(tokenizer.backend_tokenizer.to_str()),
+        "tokenizer": tokenizer_digest(tokenizer),
         "global_batch_size": train.global_batch_size,
         "seed": train.seed,
         "data_seed": train.data_seed,
@@ -41,7 +43,10 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def differences(old: dict[str, Any] | None, new: dict[str, Any]) -> list[str]:
+    """ "key: old then, new now" for each value that changed; [] where there is nothing to compare with."""
+    if old is None:
+        return []
     return [
         f"{key}: {old.get(key)} then, {new.get(key)} now"
         for key in sorted({*old, *new})
@@ -52,15 +57,24 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def claim(run_dir: Path, run: dict[str, Any]) -> None:
     """Make `run_dir` this run's, or raise `UserError` if it is another's. Rank 0."""
     identity = run_dir / IDENTITY
-    if identity.exists():
-        changed = differences(json.loads(identity.read_text()), run)
-        if changed and candidates(run_dir):
-            raise UserError(
-                f"output_dir {run_dir} belongs to a different run ({'; '.join(changed)}); set another output_dir, or "
-                "remove that folder"
-            )
+    changed = differences(_read_identity(identity), run)
+    if changed and candidates(run_dir):
+        raise UserError(
+            f"output_dir {run_dir} belongs to a different run ({'; '.join(changed)}); set another output_dir, or "
+            "remove that folder"
+        )
     run_dir.mkdir(parents=True, exist_ok=True)
-    identity.write_text(json.dumps(run, indent=1) + "\n")
+    draft = identity.with_suffix(".tmp")
+    draft.write_text(json.dumps(run, indent=1) + "\n")
+    draft.rename(identity)
+
+
+def _read_identity(path: Path) -> dict[str, Any] | None:
+    """None where there is none, or where a crash cut it off: checkpoints have their own."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
 
 
 def resume_point(run_dir: Path, asked: str | None, run: dict[str, Any]) -> tuple[Path | None, list[str]]:
@@ -88,6 +102,12 @@ def resume_point(run_dir: Path, asked: str | None, run: dict[str, Any]) -> tuple
             return None, [*lines, f"fresh start: no complete checkpoint in {run_dir}"]
     else:
         folder = require_complete(Path(asked))
+    newer = [c.name for c in candidates(run_dir) if step_of(c) > step_of(folder)] if folder.parent == run_dir else []
+    if newer and asked not in ("auto", "true", "True"):
+        raise UserError(
+            f"resume_from_checkpoint is {folder.name} and {run_dir} holds newer ones ({', '.join(newer)}), which a "
+            "later start would take; remove them, or set another output_dir"
+        )
     manifest = Manifest.read(folder)
     changed = differences(manifest.run, run)
     if changed:
@@ -98,7 +118,7 @@ def resume_point(run_dir: Path, asked: str | None, run: dict[str, Any]) -> tuple
 def resolved(arguments: Arguments) -> dict[str, Any]:
     """Every key of the configuration with its value, as plain YAML types; hub tokens are left out."""
     names = {
-        item.name: group for group in arguments for item in fields(group) if item.init and "_token" not in item.name
+        item.name: group for group in arguments for item in fields(group) if item.init and item.name not in SECRETS
     }
     return {name: _plain(getattr(group, name)) for name, group in sorted(names.items())}
 

@@ -50,6 +50,8 @@ class _Padded(torch.utils.data.Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> dict:
+        if index >= self.length:
+            raise IndexError(index)
         if index < len(self.rows):
             return self.rows[index]
         filler = self.rows[0]

@@ -46,11 +46,7 @@ def test_they_are_what_a_training_step_does(folder, request):
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("Tesla T4", None),
         ("cpu", None),
-        pytest.param(
-            "NVIDIA RTX A1000",
-            None,
-            marks=pytest.mark.xfail(strict=True, reason="'A100' is a part of the name 'A1000'"),
-        ),
+        ("NVIDIA RTX A1000", None),
     ],
 )
 def test_peak_of_a_gpu_by_its_name(name, peak):

@@ -139,7 +139,6 @@ def test_all_problems_come_in_one_error(problems, model):
     assert numbered[0] == "5 problems:" and numbered[1].startswith("  1. ") and numbered[-1].startswith("  5. ")
 
 
-@pytest.mark.xfail(strict=True, reason="_read_model raises at the first of vocabulary and positions, weights, disk")
 def test_all_problems_of_the_model_come_in_one_error(problems, model, monkeypatch):
     os.truncate(model / "model.safetensors", 5000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 0))
@@ -166,16 +165,12 @@ def test_the_batch_sizes_it_suggests_are_the_nearest_that_work(world_size, micro
         assert suggested == [n for n in works if n < asked][-1:] + [n for n in works if n > asked][:1], problem
 
 
-@pytest.mark.xfail(strict=True, reason="for a negative size, floor division gives negative multiples and 0")
 @pytest.mark.parametrize("asked", [-1, -5, -16])
 def test_a_negative_batch_is_not_answered_with_one(asked):
     (problem,) = preflight.batch(TrainArguments(global_batch_size=asked), 4)
     assert problem.endswith("set it to 4")
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ZeroDivisionError, reason="batch() divides by ranks x per_device_train_batch_size"
-)
 def test_a_micro_batch_of_nothing_is_refused(problems):
     (problem,) = problems(per_device_train_batch_size=0)
     assert "per_device_train_batch_size" in problem
@@ -230,17 +225,11 @@ def test_checkpointing_may_be_on_once(file, new, old, twice, monkeypatch):
     assert [problem.split(":")[0] for problem in found] == ["activation checkpointing is on twice"] * twice
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AttributeError, reason="the command line gives JSON text; transformers parses it later"
-)
 def test_checkpointing_kwargs_from_the_command_line(problems):
     (problem,) = problems(activation_checkpointing_kwargs='{"use_reentrant": true}')
     assert "use_reentrant" in problem
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ImportError, reason="_read_model builds the model with the attention that is missing"
-)
 def test_flash_attention_without_a_gpu_names_three_ways_out(problems):
     """T13: it is never replaced in silence."""
     (problem,) = problems(attn_implementation="flash_attention_2", bf16=True)
@@ -252,9 +241,6 @@ def test_flash_attention_without_a_gpu_names_three_ways_out(problems):
         assert way in problem
 
 
-@pytest.mark.xfail(
-    strict=True, reason="loss.supports_summed_loss is not asked: the head's scale is left out of the loss"
-)
 def test_a_model_that_scales_its_logits_is_refused(problems, tiny_model, tmp_path):
     from transformers import GraniteConfig, GraniteForCausalLM
 
@@ -274,13 +260,11 @@ def test_a_model_that_scales_its_logits_is_refused(problems, tiny_model, tmp_pat
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-@pytest.mark.xfail(strict=True, reason="held-out rows are never evaluated, or the Trainer raises once the group is up")
 def test_evaluation_needs_both_rows_and_a_time(changes, key, problems):
     (problem,) = problems(**changes)
     assert key in problem
 
 
-@pytest.mark.xfail(strict=True, reason="activate() overwrites it without a word")
 def test_a_key_that_is_derived_is_not_overruled_in_silence(problems):
     (problem,) = problems(gradient_accumulation_steps=4)
     assert "gradient_accumulation_steps" in problem and "global_batch_size" in problem
@@ -340,7 +324,6 @@ def test_every_missing_shard_is_named(problems, model):
 
 
 @pytest.mark.parametrize("text", ["{", "{}"])
-@pytest.mark.xfail(strict=True, reason="Weights._paths reads the index without a guard")
 def test_an_index_that_cannot_be_read(text, problems, model):
     (model / "model.safetensors.index.json").write_text(text)
     (problem,) = problems(model_name_or_path=model)
@@ -367,14 +350,12 @@ def test_a_hub_id_that_is_not_there(problems, monkeypatch):
     assert problem.endswith("set model_name_or_path to a local folder")
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="_from_hub does not catch HFValidationError")
 @pytest.mark.parametrize("name", ["my models/tiny", "models/tiny.git"])
 def test_a_name_that_no_hub_has(name, problems):
     assert name in problems(model_name_or_path=name)[0]
 
 
 @pytest.mark.parametrize("generation", [{"num_return_sequences": 4}, {"max_new_tokens": -1}])
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="GenerationConfig.from_pretrained raises outside of the try")
 def test_a_generation_config_that_cannot_be_read(generation, problems, model):
     (model / "generation_config.json").write_text(json.dumps(generation))
     assert f"{model}/generation_config.json" in problems(model_name_or_path=model)[0]
@@ -424,17 +405,11 @@ def test_a_folder_that_cannot_be_written_to(problems, tmp_path, monkeypatch):
     assert problem.startswith(f"output_dir {tmp_path}/runs/new: {tmp_path} cannot be written to; set output_dir")
 
 
-@pytest.mark.xfail(
-    strict=True, raises=TypeError, reason="disk_space takes the output_dir that `required` has found missing"
-)
 def test_no_output_dir_is_a_problem_and_no_crash(problems):
     assert problems(output_dir=None) == ["output_dir is not set; it has no default"]
 
 
 @pytest.mark.parametrize("inside", ["", "/run"])
-@pytest.mark.xfail(
-    strict=True, reason="disk_folder asks whether the nearest existing path is writable, not whether it is a folder"
-)
 def test_an_output_dir_that_is_a_file(inside, problems, tmp_path):
     (tmp_path / "file").write_text("")
     (problem,) = problems(output_dir=f"{tmp_path}/file{inside}")
@@ -442,7 +417,6 @@ def test_an_output_dir_that_is_a_file(inside, problems, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["5GiB", "5", "lots", "0GB", "-5GB"])
-@pytest.mark.xfail(strict=True, reason="max_shard_size is first read by the export, after the training it would lose")
 def test_a_shard_size_that_the_export_cannot_read(size, problems):
     (problem,) = problems(max_shard_size=size)
     assert "max_shard_size" in problem and size in problem

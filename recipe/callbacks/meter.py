@@ -1,6 +1,7 @@
 """Measure the steps between two log lines: time, tokens, waiting for data, memory of every rank."""
 
 import resource
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """This rank's peak since it started: allocated GPU memory, or resident host memory on a CPU rank."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS says bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @dataclass

@@ -44,14 +44,13 @@ class Manifest:
         """Raises `ValueError` with the reason where there is no usable manifest."""
         try:
             raw = json.loads((folder / FILE).read_text())
-            manifest = cls(**raw)
+            if raw["version"] == VERSION:
+                return cls(**raw)
         except FileNotFoundError:
             raise ValueError(f"it has no {FILE}: it was never finished") from None
-        except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise ValueError(f"its {FILE} cannot be read ({error})") from None
-        if manifest.version != VERSION:
-            raise ValueError(f"its {FILE} is of version {manifest.version}, and this code reads version {VERSION}")
-        return manifest
+        raise ValueError(f"its {FILE} is of version {raw['version']}, and this code reads version {VERSION}")
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -48,5 +48,7 @@ def _failures_of_ranks(doing: str) -> Iterator[None]:
         causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
         listed = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())
         if any(isinstance(c, OSError) and c.errno in (errno.ENOSPC, errno.EDQUOT) for c in causes.values()):
-            raise UserError(f"{doing}: the disk is full ({listed}); free some, or set output_dir to a larger disk") from error
+            raise UserError(
+                f"{doing}: the disk is full ({listed}); free some, or set output_dir to a larger disk"
+            ) from error
         raise RuntimeError(f"{doing}: {listed}") from error

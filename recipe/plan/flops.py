@@ -1,5 +1,7 @@
 """Floating point operations of training, and what GPUs can do of them."""
 
+import re
+
 from transformers import PretrainedConfig
 
 # Dense bf16 peak in FLOP/s, by a part of `torch.cuda.get_device_name()`. From NVIDIA's data sheets, without sparsity.
@@ -36,6 +38,6 @@ def matmul_parameters(config: PretrainedConfig, num_parameters: int) -> int:
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 peak of a GPU by its name, or None where it is not known (a CPU)."""
     for name, peak in PEAK_BF16.items():
-        if name in device_name:
+        if re.search(rf"\b{name}\b", device_name):
             return peak
     return None
