@@ -217,7 +217,7 @@ class Goal:
 
     def __str__(self) -> str:
         verdict = "met" if self.met else "MISSED"
-        return f"{self.what}: {self.value:.3f} (goal {'<=' if self.at_most else '>='} {self.bound}) {verdict}"
+        return f"{self.what}: {self.value:.3g} (goal {'<=' if self.at_most else '>='} {self.bound}) {verdict}"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -45,7 +45,7 @@ def report(folder: Path, resumed_at: int) -> None:
         "export": f"{model.num_parameters() / 1e6:.1f} M parameters in {str(model.dtype).removeprefix('torch.')}; "
         "loads in transformers with no key missing and none left over",
         "asked": QUESTION,
-        "answers": answer(model, tokenizer, QUESTION),
+        "answers": answer(model, tokenizer, QUESTION) + "\n(Python's shape; its sense takes more training)",
         "files": f"{run_dir}\n{EXPORT}/  the model, for AutoModelForCausalLM.from_pretrained\n"
         f"{METRICS}  a line a step\n{CURVE}  the loss\ncheckpoint-*/  to go on from",
     }
@@ -108,7 +108,7 @@ def draw_loss(steps: list[dict], resumed_at: int, path: Path) -> None:
         va="top",
     )
     axes.set(xlabel="step", ylabel="loss (nats a trained token)", xlim=(0, steps[-1]["step"] + 1))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=144)
@@ -129,11 +129,11 @@ def load_export(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
-    """The most likely answer to `question`, at most `SAMPLE_TOKENS` tokens."""
+    """The likeliest answer to `question`, but for a penalty on repetition, which so young a model falls into."""
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.no_grad():
-        output = model.generate(**inputs, max_new_tokens=SAMPLE_TOKENS, do_sample=False)
+        output = model.generate(**inputs, max_new_tokens=SAMPLE_TOKENS, do_sample=False, repetition_penalty=1.2)
     text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return text.strip()

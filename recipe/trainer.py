@@ -79,7 +79,12 @@ class RecipeTrainer(SFTTrainer):
         layers, parameters = self.model.config.num_hidden_layers, self.model.num_parameters()
         self.model = self.model_wrapped = wrap.shard(self.accelerator, self.model, loader)
         self.sharding = claims.inspect_sharding(self.accelerator, self.model, layers, parameters)
-        lines = self.sharding.lines()
+        args, world_size = self.args, self.accelerator.num_processes
+        lines = [
+            *self.sharding.lines(),
+            f"global batch {args.global_batch_size} = {args.per_device_train_batch_size} samples x "
+            f"{args.gradient_accumulation_steps} accumulated x {world_size} ranks; {args.max_steps} steps",
+        ]
         if read_weights:
             names = claims.verify_weights(self.model, weights, self.found.master_dtype)
             took = time.perf_counter() - began

@@ -11,6 +11,8 @@ import pytest
 
 from tests.conftest import Finished, Launcher, write_chats, write_model
 
+pytestmark = pytest.mark.slow
+
 
 def refused(run: Finished, *said: str) -> None:
     assert run.code != 0

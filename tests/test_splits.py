@@ -12,6 +12,7 @@ from recipe.data import prepare
 from recipe.sampling import SampleStream
 from tests.conftest import Launcher
 
+pytestmark = pytest.mark.slow
 STEPS = 6  # 39 rows in batches of 8: the fifth step spans the end of the first epoch
 MAX_GRAD_NORM = 1.2  # below the norms seen, so that every step is clipped
 

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner, _load_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tests.conftest import Finished, Launcher
+from tests.conftest import Launcher, write_model
 
+pytestmark = pytest.mark.slow
 SPREADS = ("fsdp1_cpu_2rank", "fsdp2_cpu_2rank")
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "num_tokens", "epoch")
 
@@ -41,6 +42,7 @@ def test_fsdp_is_really_on(runs: dict) -> None:
     assert f"recipe: FSDP{version}, FULL_SHARD, 3 units (layers + 1)" in runs["whole"].log
     assert "this rank's shard: 18,896 in float32" in runs["whole"].log, "half of 37,792 parameters on each rank"
     assert "after step 1: weights in float32, moments in float32" in runs["whole"].log
+    assert "global batch 8 = 1 samples x 4 accumulated x 2 ranks; 12 steps" in runs["whole"].log
 
 
 def test_resume_is_exact(runs: dict) -> None:
@@ -130,12 +132,6 @@ def test_log_is_quiet(runs: dict) -> None:
     assert not noise, noise
 
 
-def resumed_on(launch: Launcher, run: Finished, target: Path, processes: int, **keys: object) -> Finished:
-    """The second half of `run`, on another number of ranks, in a folder of its own."""
-    checkpoint = run.run_dir / "checkpoint-5"
-    return launch(target, launch=("--num_processes", str(processes)), resume_from_checkpoint=checkpoint, **keys)
-
-
 @pytest.mark.parametrize("spread", SPREADS)
 def test_resume_on_other_numbers_of_ranks(spread: str, launch: Launcher, tmp_path: Path) -> None:
     """R3: 2 ranks -> 1 and 1 -> 2 go on as the run that was never stopped, sums in other order aside."""
@@ -166,8 +162,6 @@ OPTIMIZERS = ("adamw_torch_fused", "paged_adamw_32bit", "adamw_8bit")
 @pytest.fixture(scope="module")
 def wider_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wide enough that bitsandbytes quantises most shards (those of 4,096 elements and more)."""
-    from tests.conftest import write_model
-
     return write_model(tmp_path_factory.mktemp("model") / "wider", hidden_size=128, intermediate_size=256)
 
 
@@ -186,9 +180,10 @@ def test_optimizers_resume_exactly(
     assert ("uint8" in whole.log.split("moments in ")[1].splitlines()[0]) == (optim == "adamw_8bit")
 
 
-def test_bf16_compute_keeps_fp32_weights_and_exports_bf16(launch: Launcher, tmp_path: Path) -> None:
-    """S12, T2, L6."""
-    run = launch(tmp_path / "run", bf16=True).ok()
+@pytest.mark.parametrize("spread", SPREADS)
+def test_bf16_compute_keeps_fp32_weights_and_exports_bf16(spread: str, launch: Launcher, tmp_path: Path) -> None:
+    """S12, T2, T3."""
+    run = launch(tmp_path / "run", spread=spread, bf16=True).ok()
     assert "compute in bfloat16" in run.log
     assert "after step 1: weights in float32, moments in float32" in run.log
     export = load_file(run.run_dir / "export/model.safetensors")
