@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from recipe import noise  # noqa: F401 - for what importing it does
-from recipe.arguments import ModelArguments
 from recipe.export import SafetensorsWriter, export_shapes
 from recipe.model import meta_model
 from recipe.sharding.plugin import open_cpu_door
@@ -63,7 +62,7 @@ def llama_config(size: float, depth: int = 1, vocab_size: int = 32_000) -> Llama
 def write_model(folder: Path, config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> int:
     """Write random weights tensor by tensor, in files of 1 GB with an index; returns the number of parameters."""
     folder.mkdir(parents=True)
-    model = meta_model(config, ModelArguments(), dtype)
+    model = meta_model(config, None, dtype)
     generator = torch.Generator().manual_seed(0)
     with SafetensorsWriter(folder, export_shapes(model), dtype, "1GB") as writer:
         for name, like in export_shapes(model).items():

@@ -26,7 +26,6 @@ from accelerate.utils import merge_fsdp_weights
 from safetensors import safe_open
 
 from benchmarks import common
-from recipe.arguments import ModelArguments
 from recipe.checkpoint import shards
 from recipe.export import drain, write_export
 from recipe.loading import StreamingLoader, Weights
@@ -45,7 +44,7 @@ HEADER = ("model", "contender", "dtype", "seconds", "peak GiB", "with shard GiB"
 def sharded_model(folder: Path) -> tuple[Accelerator, torch.nn.Module]:
     common.start_ranks()
     accelerator = Accelerator(fsdp_plugin=build_plugin(MASTER_DTYPE, MASTER_DTYPE))
-    model = meta_model(load_config(folder), ModelArguments(), MASTER_DTYPE)
+    model = meta_model(load_config(folder), None, MASTER_DTYPE)
     weights = Weights(folder) if is_main() else None
     loader = StreamingLoader(model, weights, MASTER_DTYPE, wrap.loader_broadcasts(accelerator))
     return accelerator, wrap.shard(accelerator, model, loader)
@@ -60,7 +59,7 @@ def checkpoint(folder: Path, out: Path) -> dict[str, Any]:
 def ours(folder: Path, out: Path, dtype: str) -> dict[str, Any]:
     accelerator, model = sharded_model(folder)
     config, tokenizer = load_config(folder), load_tokenizer(folder)
-    fresh, generation = meta_model(config, ModelArguments(), MASTER_DTYPE), load_generation_config(folder, tokenizer)
+    fresh, generation = meta_model(config, None, MASTER_DTYPE), load_generation_config(folder, tokenizer)
     dist.barrier()
     with common.AnonymousMemory() as memory:
         began = time.perf_counter()

@@ -26,7 +26,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks import common
-from recipe.arguments import ModelArguments
 from recipe.loading import StreamingLoader, Weights
 from recipe.model import load_config, meta_model, torch_dtype
 from recipe.ranks import is_main
@@ -41,7 +40,7 @@ HEADER = ("model", "file", "contender", "seconds", "above shard GiB", "shard GiB
 
 
 def load_ours(accelerator: Accelerator, folder: Path) -> nn.Module:
-    model = meta_model(load_config(folder), ModelArguments(), MASTER_DTYPE)
+    model = meta_model(load_config(folder), None, MASTER_DTYPE)
     weights = Weights(folder) if is_main() else None
     loader = StreamingLoader(model, weights, MASTER_DTYPE, wrap.loader_broadcasts(accelerator))
     return wrap.shard(accelerator, model, loader)

@@ -105,6 +105,12 @@ class TrainArguments(SFTConfig):
     activation_checkpointing: bool = field(
         default=True, metadata={"help": "Recompute activations in the backward pass (non-reentrant)."}
     )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "For torch.utils.checkpoint; use_reentrant is false."}
+    )
+    max_steps: int = field(
+        default=-1, metadata={"help": "Optimizer steps; num_train_epochs decides where this is not positive."}
+    )
     gradient_checkpointing: bool | None = field(
         default=None, metadata={"help": "The older name of activation_checkpointing; it wins where it is set."}
     )

@@ -9,6 +9,7 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -167,7 +168,7 @@ class StreamingLoader:
         self._names = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         owners = dict(model.named_parameters())
         self._tied: dict[int, nn.Parameter | None] = {id(owners[owner]): None for owner in tied_names(model).values()}
-        plan = [None, None]
+        plan: list[Any] = [None, None]
         if dist.get_rank() == 0 and weights is not None:
             plan = [weights.problems(model), {n: weights.dtype(n) for n in weights.entries}]
         dist.broadcast_object_list(plan, src=0)

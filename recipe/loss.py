@@ -20,7 +20,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Sum over tokens of the cross-entropy of `hidden @ weight.T` against `labels`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, labels):
         """hidden [T, H], weight [V, H], labels [T]; returns a scalar in fp32."""
         if torch.is_autocast_enabled(hidden.device.type):
             compute = torch.get_autocast_dtype(hidden.device.type)
@@ -45,7 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_total):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_total):
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad_total, grad_weight * grad_total, None
 
@@ -60,10 +60,10 @@ def attach_summed_loss(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     project, run = head.forward, model.forward
 
-    def head_forward(self, hidden, targets=None):  # type: ignore[no-untyped-def]
+    def head_forward(self, hidden, targets=None):
         return project(hidden) if targets is None else _LinearCrossEntropy.apply(hidden, self.weight, targets)
 
-    def forward(self, *args, summed_loss=False, **kwargs):  # type: ignore[no-untyped-def]
+    def forward(self, *args, summed_loss=False, **kwargs):
         if not summed_loss:
             return run(*args, **kwargs)
         targets = kwargs.pop("labels")[:, 1:]
@@ -76,7 +76,7 @@ def attach_summed_loss(model: PreTrainedModel) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def supports_summed_loss(model: nn.Module) -> bool:
+def supports_summed_loss(model: PreTrainedModel) -> bool:
     """Whether the head is a plain bias-free projection without scaling or soft-capping of its logits."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()

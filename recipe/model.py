@@ -110,12 +110,10 @@ def attention_problems(args: ModelArguments, compute_dtype: torch.dtype, on_gpu:
     ]
 
 
-def meta_model(config: PretrainedConfig, args: ModelArguments, dtype: torch.dtype) -> PreTrainedModel:
+def meta_model(config: PretrainedConfig, attention: str | None, dtype: torch.dtype) -> PreTrainedModel:
     """The model with parameters on meta in the master `dtype` and real buffers (RoPE in fp32)."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=args.attn_implementation or "sdpa"
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention or "sdpa")
     model.tie_weights()
     return model
 

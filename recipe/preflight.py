@@ -6,7 +6,7 @@ time.
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def _read_model(model: ModelArguments, train: TrainArguments, compute_dtype: tor
     config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
     master_dtype = models.torch_dtype(model.param_dtype)
     # The attention has been checked, and may be one that cannot be built here; shapes do not depend on it.
-    fresh = models.meta_model(config, replace(model, attn_implementation="sdpa"), master_dtype)
+    fresh = models.meta_model(config, "sdpa", master_dtype)
     problems = models.vocabulary_problems(config, tokenizer) + models.head_problems(fresh)
     positions = config.max_position_embeddings
     if train.max_length is not None and train.max_length > positions:
@@ -160,6 +160,7 @@ def shard_size(train: TrainArguments) -> list[str]:
 
 def rows(train: TrainArguments, num_rows: int) -> list[str]:
     """A step must not see a sample twice."""
+    assert train.global_batch_size is not None, "required() refuses that"
     if num_rows >= train.global_batch_size:
         return []
     kind = "packed blocks" if train.packing else "samples"

@@ -8,6 +8,7 @@ padded at an epoch's tail, which is where frameworks that cut epochs into batche
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -43,7 +44,7 @@ def permutation(num_rows: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 class _Padded(torch.utils.data.Dataset):
-    def __init__(self, rows: torch.utils.data.Dataset, length: int):
+    def __init__(self, rows: Any, length: int):
         self.rows, self.length = rows, length
 
     def __len__(self) -> int:
@@ -58,7 +59,7 @@ class _Padded(torch.utils.data.Dataset):
         return {**filler, "labels": [-100] * len(filler["labels"])}
 
 
-def padded_with_unlabelled(rows: torch.utils.data.Dataset, multiple: int) -> torch.utils.data.Dataset:
+def padded_with_unlabelled(rows: Any, multiple: int) -> torch.utils.data.Dataset:
     """`rows`, filled up to a multiple of `multiple` with rows whose labels are all masked, so that every rank takes
     part in as
     many forward passes (each is collective) and no row counts twice."""

@@ -46,7 +46,7 @@ def main(arguments: Arguments) -> None:
     resume_from = open_run_folder(train_args, run, resolved, lines)
     meter = make_meter(found, train_args, world_size)
     trainer = RecipeTrainer(
-        model=meta_model(found.config, model_args, found.master_dtype),
+        model=meta_model(found.config, model_args.attn_implementation, found.master_dtype),
         args=train_args,
         train_dataset=data.train,
         eval_dataset=data.eval,
@@ -57,7 +57,7 @@ def main(arguments: Arguments) -> None:
         callbacks=[
             MeterCallback(meter),
             DtypeCheck(found.master_dtype),
-            StepRules(len(data.train), train_args.global_batch_size, train_args.stop_at_step),
+            StepRules(len(data.train), run["global_batch_size"], train_args.stop_at_step),
             MetricsFile(Path(train_args.output_dir), meter),
             Progress(),
         ],
@@ -91,6 +91,7 @@ def open_run_folder(
 
 
 def make_meter(found: preflight.Found, train_args: TrainArguments, world_size: int) -> StepMeter:
+    assert train_args.max_length is not None, "the checks refuse that"
     parameters = flops.matmul_parameters(found.config, found.fresh.num_parameters())
     on_gpu = train_args.device.type == "cuda"
     return StepMeter(

@@ -43,6 +43,8 @@ class RecipeTrainer(SFTTrainer):
         meter: measures the steps.
     """
 
+    model: Any
+
     def __init__(
         self,
         *,
@@ -96,7 +98,7 @@ class RecipeTrainer(SFTTrainer):
         optimizer = super().create_optimizer(model)
         if isinstance(optimizer, LocalShardOptimizer):
             embeddings = [m for m in (model or self.model).modules() if isinstance(m, nn.Embedding)]
-            optimizer.in_32_bits = [m.weight for m in embeddings]
+            optimizer.in_32_bits = [p for m in embeddings for p in m.parameters()]
         return optimizer
 
     # -- data ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from recipe.arguments import ModelArguments
 from recipe.export import SafetensorsWriter, drain, export_shapes, write_export
 from recipe.model import load_config, load_generation_config, load_tokenizer, meta_model
 
@@ -147,7 +146,7 @@ def export(
     write_export(
         out,
         source(folder).named_parameters() if tensors is None else tensors,
-        meta_model(config, ModelArguments(), torch.float32),
+        meta_model(config, None, torch.float32),
         dtype,
         max_shard_size,
         config,
@@ -207,7 +206,7 @@ def test_the_runs_own_config_stays_as_it_was(tiny_model, tmp_path):
     config, tokenizer = load_config(tiny_model), load_tokenizer(tiny_model)
     config.use_cache = False
     before = config.to_dict()
-    fresh = meta_model(load_config(tiny_model), ModelArguments(), torch.float32)
+    fresh = meta_model(load_config(tiny_model), None, torch.float32)
     tensors, generation = source(tiny_model).named_parameters(), load_generation_config(tiny_model, tokenizer)
     write_export(tmp_path / "export", tensors, fresh, torch.bfloat16, "5GB", config, tokenizer, generation)
     assert config.to_dict() == before
@@ -237,7 +236,7 @@ def test_a_tied_tensor_is_written_once(tied_model, tmp_path):
 
 def test_what_is_announced_is_what_a_fresh_model_has(tiny_model, tied_model):
     for folder in (tiny_model, tied_model):
-        shapes = export_shapes(meta_model(load_config(folder), ModelArguments(), torch.float32))
+        shapes = export_shapes(meta_model(load_config(folder), None, torch.float32))
         saved = load_file(folder / "model.safetensors")
         assert {name: tensor.shape for name, tensor in shapes.items()} == {
             name: tensor.shape for name, tensor in saved.items()

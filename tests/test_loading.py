@@ -12,7 +12,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from recipe.arguments import ModelArguments
 from recipe.errors import UserError
 from recipe.loading import StreamingLoader, TensorEntry, Weights, read_header, tied_names
 from recipe.model import load_config, meta_model
@@ -44,7 +43,7 @@ def spoil(tiny_model: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def on_meta(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return meta_model(load_config(folder), ModelArguments(), dtype)
+    return meta_model(load_config(folder), None, dtype)
 
 
 def load(

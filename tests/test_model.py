@@ -127,7 +127,7 @@ def test_flash_attention_is_had_or_refused(asked, dtype, on_gpu, installed, why,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_are_on_meta_and_frequencies_are_real_and_fp32(dtype, tiny_model):
     """L4, L6: in bf16, positions above 256 could not be told apart."""
-    model = meta_model(load_config(tiny_model), ModelArguments(), dtype)
+    model = meta_model(load_config(tiny_model), None, dtype)
     assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", dtype)}
     buffers = {name: buffer for name, buffer in model.named_buffers() if "inv_freq" in name}
     assert buffers
@@ -137,21 +137,21 @@ def test_parameters_are_on_meta_and_frequencies_are_real_and_fp32(dtype, tiny_mo
 
 
 def test_it_is_the_model_of_the_files(tiny_model):
-    model = meta_model(load_config(tiny_model), ModelArguments(), torch.float32)
+    model = meta_model(load_config(tiny_model), None, torch.float32)
     loaded = AutoModelForCausalLM.from_pretrained(tiny_model)
     shapes, expected = ({name: p.shape for name, p in m.named_parameters()} for m in (model, loaded))
     assert type(model) is type(loaded) and shapes == expected
 
 
 def test_tied_embeddings_are_one_parameter(tiny_model, tied_model):
-    tied, untied = (meta_model(load_config(f), ModelArguments(), torch.float32) for f in (tied_model, tiny_model))
+    tied, untied = (meta_model(load_config(f), None, torch.float32) for f in (tied_model, tiny_model))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize(("asked", "got"), [(None, "sdpa"), ("eager", "eager")])
 def test_attention_is_the_one_asked_for(asked, got, tiny_model):
-    model = meta_model(load_config(tiny_model), ModelArguments(attn_implementation=asked), torch.float32)
+    model = meta_model(load_config(tiny_model), asked, torch.float32)
     assert model.config._attn_implementation == got
 
 

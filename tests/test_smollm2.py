@@ -1,4 +1,4 @@
-"""A real pretrained model of Llama's architecture, on real text: SmolLM2-135M-Instruct on Python's own standard library."""
+"""A real pretrained model of Llama's architecture on real text: SmolLM2-135M-Instruct, Python's standard library."""
 
 import os
 import sysconfig

@@ -27,7 +27,7 @@ def candidates(run_dir: Path) -> list[Path]:
 
 def newest_complete(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint of `run_dir` (or None), and why each newer one was passed over."""
-    passed_over = []
+    passed_over: list[str] = []
     for folder in candidates(run_dir):
         why = defect(folder)
         if why is None:

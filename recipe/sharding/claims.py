@@ -118,7 +118,7 @@ def digest(tensor: torch.Tensor) -> str:
     """xxh3 of a tensor's bytes."""
     # A copy: FSDP frees a unit by resizing its storage, which torch refuses once numpy has seen it.
     flat = torch.clone(tensor.detach(), memory_format=torch.contiguous_format).cpu().view(-1).view(torch.uint8)
-    return xxhash.xxh3_64(flat.numpy()).hexdigest()
+    return xxhash.xxh3_64(flat.numpy().data).hexdigest()
 
 
 def check_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype) -> str:
@@ -126,7 +126,7 @@ def check_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, master_dtyp
     dtype, or torch's moments did (what is set up right can still be cast by the first forward pass; accelerate#3979).
     """
     quantized = isinstance(optimizer, LocalShardOptimizer)
-    states = (optimizer.inner if quantized else optimizer).state.values()
+    states = (optimizer.inner if isinstance(optimizer, LocalShardOptimizer) else optimizer).state.values()
     kept = ("state1", "state2") if quantized else ("exp_avg", "exp_avg_sq")
     weights = {p.dtype for p in model.parameters()}
     moments = {state[key].dtype for state in states for key in kept if key in state}

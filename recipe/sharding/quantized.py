@@ -35,7 +35,8 @@ class LocalShardOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, inner: Callable[[list[dict[str, Any]]], "Optimizer8bit"], lr: float):
         super().__init__(params, {"lr": lr})
         self.in_32_bits: list[nn.Parameter] = []
-        self._make_inner, self._inner = inner, None
+        self._make_inner = inner
+        self._inner: Optimizer8bit | None = None
         self._local: dict[nn.Parameter, nn.Parameter] = {}
 
     @property

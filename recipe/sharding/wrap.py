@@ -60,6 +60,7 @@ def _fill(model: nn.Module, loader: StreamingLoader, device: torch.device, resti
     filled: dict[int, nn.Parameter] = {}
     for name, meta in list(model.named_parameters(remove_duplicate=False)):
         if id(meta) not in filled:
+            assert isinstance(meta, DTensor), f"{name} was not sharded"
             local = _local_shard(loader.full(clean_name(name), meta.shape, device), meta).to(resting)
             value = DTensor.from_local(
                 local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from recipe.arguments import ModelArguments
 from recipe.errors import UserError
 from recipe.loading import StreamingLoader, Weights
 from recipe.model import load_config, meta_model
@@ -27,7 +26,7 @@ def wrapped(
     folder: Path, *, broadcast: bool = True, dtype: torch.dtype = torch.float32
 ) -> tuple[Accelerator, torch.nn.Module]:
     accelerator = Accelerator(fsdp_plugin=build_plugin(torch.float32, torch.float32))
-    model = meta_model(load_config(folder), ModelArguments(), dtype)
+    model = meta_model(load_config(folder), None, dtype)
     weights = Weights(folder) if dist.get_rank() == 0 else None
     loader = StreamingLoader(model, weights, dtype, broadcast)
     return accelerator, wrap.shard(accelerator, model, loader)
