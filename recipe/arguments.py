@@ -125,6 +125,10 @@ class TrainArguments(SFTConfig):
         if isinstance(self.activation_checkpointing_kwargs, str):
             self.activation_checkpointing_kwargs = json.loads(self.activation_checkpointing_kwargs)
 
+    def checkpointing_kwargs(self) -> dict[str, Any]:
+        assert not isinstance(self.activation_checkpointing_kwargs, str), "__post_init__ has read it"
+        return self.activation_checkpointing_kwargs or {}
+
     def settle(self, num_rows: int, bf16: bool) -> None:
         """Fill in what the data and the model decide: the number of steps, and whether compute is in another dtype."""
         assert self.global_batch_size is not None, "preflight refuses a run without global_batch_size"
@@ -139,7 +143,7 @@ class TrainArguments(SFTConfig):
         self.use_cpu = not on_gpu
         if self.gradient_checkpointing is not None:
             self.activation_checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
-        self.activation_checkpointing_kwargs = {"use_reentrant": False} | (self.activation_checkpointing_kwargs or {})
+        self.activation_checkpointing_kwargs = {"use_reentrant": False} | self.checkpointing_kwargs()
         # Without this, accumulation keeps every rank's gradients whole (276 GB at 70B) until the last micro-batch.
         self.accelerator_config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         # The data room has done what these ask for; TRL would do it again, from the hub.

@@ -202,7 +202,7 @@ def unsupported(model: ModelArguments, train: TrainArguments) -> list[str]:
             "activation checkpointing is on twice: fsdp_activation_checkpointing in the accelerate file and "
             "activation_checkpointing in the run's config; switch one of them off"
         )
-    if (train.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+    if train.checkpointing_kwargs().get("use_reentrant"):
         problems.append("activation_checkpointing_kwargs sets use_reentrant: true; FSDP needs false")
     return problems
 
