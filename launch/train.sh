@@ -51,7 +51,9 @@ else
     ranks=$(sed -n 's/^num_processes: *\([0-9]*\).*/\1/p' "$spread")
 fi
 
+check=()
 if grep -q '^use_cpu: *true' "$spread"; then
+    check=(--cpu)
     # The ranks share the cores; without it each would start a thread on every core, and they would wait for each other.
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     threads=$((cores / ranks))
@@ -62,5 +64,8 @@ else
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
     echo "recipe: $ranks ranks ($(basename "$spread"), $gpus GPUs)" >&2
 fi
+
+# In one process first: a mistake is listed once, and without the launcher's traceback under it.
+recipe check --world_size "$ranks" "${check[@]}" --config "$config" "$@"
 
 exec accelerate launch "${launcher[@]}" -m recipe.train --config "$config" "$@"

@@ -98,7 +98,9 @@ class TrainArguments(SFTConfig):
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN losses from the log."})
     logging_steps: float = field(default=1, metadata={"help": "Optimizer steps between two lines of metrics.jsonl."})
     disable_tqdm: bool | None = field(default=True, metadata={"help": "The recipe has a progress bar of its own."})
-    report_to: str | list[str] = field(default="tensorboard", metadata={"help": "Trackers; 'none' for none."})
+    report_to: str | list[str] = field(
+        default_factory=lambda: ["tensorboard"], metadata={"help": "Trackers; 'none' for none."}
+    )
     max_length: int | None = field(
         default=None, metadata={"help": "Tokens of a sample, or of a packed block. No default: a silent cut is costly."}
     )

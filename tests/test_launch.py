@@ -1,6 +1,6 @@
 """`launch/`: which spread is taken on which machine, and an environment that is made once.
 
-The real scripts run, in an environment whose `accelerate` and `nvidia-smi` are stand-ins that say what they were asked.
+The real scripts run, in an environment whose `accelerate`, `recipe` and `nvidia-smi` are stand-ins that say what they were asked.
 """
 
 import os
@@ -26,6 +26,7 @@ def venv(tmp_path: Path) -> Path:
     """An environment that counts as installed, and has no GPU."""
     folder = tmp_path / "venv"
     script(folder / "bin" / "accelerate", 'printf "%s\\n" "OMP=${OMP_NUM_THREADS:-}" "$@"')
+    script(folder / "bin" / "recipe", 'printf "%s " "$@" >"$VENV/checked"')
     script(folder / "bin" / "nvidia-smi", "exit 9")
     (folder / "bin" / "python").symlink_to(sys.executable)
     source = 'cat "$1/pyproject.toml" "$1/constraints.txt" | cksum'
@@ -107,6 +108,17 @@ def test_no_config_is_a_usage_error(venv: Path, args: list[str]) -> None:
     done = train(venv, *args)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: bash launch/train.sh CONFIG")
+
+
+def test_a_run_is_checked_before_it_is_launched(venv: Path) -> None:
+    asked(train(venv, "a.yaml", "--max_steps", "3"))
+    assert (venv / "checked").read_text() == "check --world_size 2 --cpu --config a.yaml --max_steps 3 "
+    give_gpus(venv, 4)
+    asked(train(venv, "a.yaml"))
+    assert (venv / "checked").read_text() == "check --world_size 4 --config a.yaml "
+    script(venv / "bin" / "recipe", "exit 2")
+    done = train(venv, "a.yaml")
+    assert done.returncode == 2 and not done.stdout, "nothing is launched"
 
 
 def test_the_launchers_exit_code_is_kept(venv: Path) -> None:
