@@ -1,6 +1,7 @@
 """`launch/`: which spread is taken on which machine, and an environment that is made once.
 
-The real scripts run, in an environment whose `accelerate`, `recipe` and `nvidia-smi` are stand-ins that say what they were asked.
+The real scripts run, in an environment whose `accelerate`, `recipe` and `nvidia-smi` are stand-ins that say what they
+were asked.
 """
 
 import os
