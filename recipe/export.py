@@ -9,6 +9,7 @@ import copy
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -26,7 +27,7 @@ PATTERN = "model{suffix}.safetensors"
 
 class SafetensorsWriter:
     """Sharded safetensors, written tensor by tensor in any order. (The library's own writer wants a whole file in
-    memory.)
+    memory.) One tensor is on its way to the disk while the next is gathered.
 
     Args:
         folder: where the files go; it exists.
@@ -47,6 +48,8 @@ class SafetensorsWriter:
             filename_pattern=PATTERN,
             max_shard_size=max_shard_size,
         )
+        self._disk = ThreadPoolExecutor(max_workers=1)
+        self._writing: Future[None] | None = None
         self._files: dict[str, BinaryIO] = {}
         self._places: dict[str, tuple[str, int, torch.Size]] = {}
         for filename, names in self.plan.filename_to_tensors.items():
@@ -71,20 +74,29 @@ class SafetensorsWriter:
         filename, offset, shape = self._places.pop(name)
         if tensor.shape != shape:
             raise ValueError(f"{name} is {list(tensor.shape)} and was announced as {list(shape)}")
-        file = self._files[filename]
-        file.seek(offset)
         # A copy: FSDP frees a unit by resizing its storage, which torch refuses once numpy has seen it.
         data = tensor.detach().to("cpu", self.dtype, copy=True).contiguous().view(-1).view(torch.uint8)
-        file.write(data.numpy().data)
+        self._wait()
+        self._writing = self._disk.submit(_write_at, self._files[filename], offset, data)
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()  # raises what the write raised
+            self._writing = None
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
+        self._wait()
+        self._abandon()
         if self._places:
             raise ValueError(f"{len(self._places)} tensors were never written: {', '.join(sorted(self._places))}")
         if self.plan.is_sharded:
             index = {"metadata": self.plan.metadata, "weight_map": self.plan.tensor_to_filename}
             (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _abandon(self) -> None:
+        self._disk.shutdown()
+        for file in self._files.values():
+            file.close()
 
     def __enter__(self) -> "SafetensorsWriter":
         return self
@@ -93,8 +105,12 @@ class SafetensorsWriter:
         if error is None:
             self.close()
         else:
-            for file in self._files.values():
-                file.close()
+            self._abandon()
+
+
+def _write_at(file: BinaryIO, offset: int, data: torch.Tensor) -> None:
+    file.seek(offset)
+    file.write(data.numpy().data)
 
 
 def export_shapes(model: nn.Module) -> dict[str, torch.Tensor]:
