@@ -1,12 +1,10 @@
 import json
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import TrainerControl, TrainerState
 
 from recipe.arguments import TrainArguments
@@ -17,12 +15,7 @@ from recipe.callbacks.metrics import FILE, MetricsFile
 from recipe.callbacks.progress import Progress
 from recipe.callbacks.steps import StepRules
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture

@@ -1,20 +1,13 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from recipe.checkpoint.find import defect, newest_complete
 from recipe.checkpoint.manifest import FILE, Manifest, problems
 from recipe.checkpoint.publish import clean_leftovers, publishing
 from recipe.errors import UserError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def describe() -> Manifest:
