@@ -137,7 +137,7 @@ def run_bare(arguments: Arguments) -> tuple[Clock, list[float]]:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id, padding_free=True)
-    world_size, batch_size = dist.get_world_size(), train_args.global_batch_size
+    world_size, batch_size = dist.get_world_size(), int(train_args.global_batch_size or 0)
     stream = iter(sampling.SampleStream(len(rows), train_args.max_steps * batch_size, train_args.seed))
     clock, losses = Clock(), []
     for _ in range(train_args.max_steps):

@@ -5,6 +5,7 @@ unit, so a rank holds its own shard and one unit; FSDP2 shards meta tensors, and
 time. Rank 0 reads from a memory map, the others receive.
 """
 
+import ctypes
 import json
 import struct
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ SINGLE = "model.safetensors"
 # RoPE's frequencies were saved in older Llama checkpoints (Meta's conversion of Llama-2 among them) and are computed
 # today (transformers#22402 made the buffer non-persistent).
 OBSOLETE_SUFFIXES = ("rotary_emb.inv_freq",)
+TRIM_EVERY_BYTES = 64 << 20
+MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other C libraries have none
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -168,6 +171,7 @@ class StreamingLoader:
         self._names = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         owners = dict(model.named_parameters())
         self._tied: dict[int, nn.Parameter | None] = {id(owners[owner]): None for owner in tied_names(model).values()}
+        self._freed = 0
         plan: list[Any] = [None, None]
         if dist.get_rank() == 0 and weights is not None:
             plan = [weights.problems(model), {n: weights.dtype(n) for n in weights.entries}]
@@ -195,8 +199,8 @@ class StreamingLoader:
 
     def full(self, name: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
         """The whole tensor `name` on `device` in the master dtype: the file's values on rank 0, and on every rank if
-        this
-        loader broadcasts."""
+        this loader broadcasts."""
+        self._return_freed_memory(shape.numel() * self.dtype.itemsize)
         if self.file_dtypes is None:
             return torch.empty(shape, dtype=self.dtype, device=device)
         if self.weights is not None:
@@ -208,6 +212,15 @@ class StreamingLoader:
         if self.broadcast:
             dist.broadcast(tensor, src=0)
         return tensor.to(self.dtype)
+
+    def _return_freed_memory(self, nbytes: int) -> None:
+        """Give what was freed back to the system now and then: glibc keeps blocks below 32 MB, most of a layer's
+        tensors,
+        in its heap, which grew by a fifth of a unit with every unit (2.1 GiB at 1.3 B parameters)."""
+        self._freed += nbytes
+        if self._freed > TRIM_EVERY_BYTES and MALLOC_TRIM is not None:
+            MALLOC_TRIM(0)
+            self._freed = 0
 
     def _read(self, name: str) -> torch.Tensor:
         assert self.weights is not None
