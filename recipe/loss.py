@@ -1,10 +1,9 @@
 """Next-token cross-entropy from hidden states, without keeping the logits.
 
 The logits of 2,048 tokens over 32,000 words are 262 MB in fp32, and the usual loss holds several copies. Here they live
-one chunk at a time: the forward pass computes a chunk's loss and, since the loss is a plain sum, its gradient with
-it, so
-the backward pass recomputes nothing. Positions without a label cost nothing. (The idea is Liger Kernel's fused linear
-cross-entropy, arXiv 2410.10989.)
+one chunk at a time: the forward pass computes a chunk's loss and, since the loss is a plain sum, its gradient with it,
+so the backward pass recomputes nothing. Positions without a label cost nothing. (The idea is Liger Kernel's fused
+linear cross-entropy, arXiv 2410.10989.)
 """
 
 import types

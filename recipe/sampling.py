@@ -1,9 +1,8 @@
 """Which sample comes when: one stream of global sample indices, the same for every number of ranks.
 
 Sample number k of the run is the (k mod N)-th of a permutation of the N rows keyed by (seed, k div N), so an epoch
-never
-ends inside a step: a global batch may hold the last rows of one epoch and the first of the next. No row is lost or
-padded at an epoch's tail, which is where frameworks that cut epochs into batches differ between world sizes.
+never ends inside a step: a global batch may hold the last rows of one epoch and the first of the next. No row is lost
+or padded at an epoch's tail, which is where frameworks that cut epochs into batches differ between world sizes.
 """
 
 import math
@@ -61,6 +60,5 @@ class _Padded(torch.utils.data.Dataset):
 
 def padded_with_unlabelled(rows: Any, multiple: int) -> torch.utils.data.Dataset:
     """`rows`, filled up to a multiple of `multiple` with rows whose labels are all masked, so that every rank takes
-    part in as
-    many forward passes (each is collective) and no row counts twice."""
+    part in as many forward passes (each is collective) and no row counts twice."""
     return _Padded(rows, math.ceil(len(rows) / multiple) * multiple)

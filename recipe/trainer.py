@@ -1,6 +1,5 @@
 """TRL's `SFTTrainer` with the recipe's loading, order of samples, loss, checkpoints and export. Thin: each override
-says
-what the stock method does otherwise, and calls the room that knows better."""
+says what the stock method does otherwise, and calls the room that knows better."""
 
 import math
 import time

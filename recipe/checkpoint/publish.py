@@ -19,8 +19,7 @@ TEMPORARY = ".tmp"
 @contextmanager
 def publishing(run_dir: Path, step: int, describe: Callable[[], Manifest]) -> Iterator[Path]:
     """A folder to write checkpoint `step` into, the same on every rank; it becomes `checkpoint-<step>` when the body
-    has
-    ended well on all ranks. Collective.
+    has ended well on all ranks. Collective.
 
     If the body or the publishing fails on any rank, the folder is removed and every rank raises: what a resume could
     pick up is complete or absent.

@@ -80,8 +80,7 @@ def _local_numel(parameter: torch.Tensor) -> int:
 
 def count_units(model: nn.Module, layer_classes: list[str]) -> int:
     """FSDP units: for FSDP1 its wrapped modules with parameters. For FSDP2 the wrapped layers, and 1 for the rest,
-    which
-    Accelerate may split in groups (embedding; final norm and head) that are gathered on their own."""
+    which Accelerate may split in groups (embedding; final norm and head) that are gathered on their own."""
     if isinstance(model, FSDP):
         return sum(unit._has_params for unit in FSDP.fsdp_modules(model))
     wrapped = (m for m in model.modules() if isinstance(m, FSDPModule) and m._get_fsdp_state()._fsdp_param_groups)

@@ -71,9 +71,8 @@ def open_cpu_door() -> None:
 
     Accelerate turns FSDP on for GPU-like distributed types alone and runs plain DDP on CPU without a word
     (accelerate's `AcceleratorState.__init__`). Told that the ranks are of such a type, it takes its ordinary FSDP
-    branch.
-    FSDP1 refuses the indexed device `cpu:0` that Accelerate would use. Call it once the process group is up and
-    before an `Accelerator` exists; on a GPU it does nothing.
+    branch. FSDP1 refuses the indexed device `cpu:0` that Accelerate would use. Call it once the process group is up
+    and before an `Accelerator` exists; on a GPU it does nothing.
     """
     state = PartialState()
     if state.device.type != "cpu":
