@@ -24,7 +24,7 @@ SINGLE = "model.safetensors"
 # RoPE's frequencies were saved in older Llama checkpoints (Meta's conversion of Llama-2 among them) and are computed
 # today (transformers#22402 made the buffer non-persistent).
 OBSOLETE_SUFFIXES = ("rotary_emb.inv_freq",)
-TRIM_EVERY_BYTES = 64 << 20
+TRIM_EVERY_BYTES = 256 << 20
 MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other C libraries have none
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -190,15 +190,15 @@ class StreamingLoader:
     def _parameter(self, meta: nn.Parameter, device: torch.device) -> nn.Parameter:
         parameter = self._tied.get(id(meta))
         if parameter is None:
-            value = self.full(self._names[id(meta)][0], meta.shape, device)
+            value = self.full(self._names[id(meta)][0], meta.shape, device).to(self.dtype)
             parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
             if id(meta) in self._tied:
                 self._tied[id(meta)] = parameter
         return parameter
 
     def full(self, name: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """The whole tensor `name` on `device` in the master dtype: the file's values on rank 0, and on every rank if
-        this loader broadcasts."""
+        """The whole tensor `name` on `device`: the file's values, and dtype, on rank 0, and on every rank if this loader
+        broadcasts."""
         self._return_freed_memory(shape.numel() * self.dtype.itemsize)
         if self.file_dtypes is None:
             return torch.empty(shape, dtype=self.dtype, device=device)
@@ -210,7 +210,7 @@ class StreamingLoader:
             return torch.empty(shape, dtype=self.dtype, device=device)
         if self.broadcast:
             dist.broadcast(tensor, src=0)
-        return tensor.to(self.dtype)
+        return tensor
 
     def _return_freed_memory(self, nbytes: int) -> None:
         """Give what was freed back to the system now and then: glibc keeps blocks below 32 MB, most of a layer's

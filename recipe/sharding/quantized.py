@@ -131,8 +131,8 @@ def _like(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 def _dense(state: dict[str, Any], suffix: str) -> torch.Tensor:
     """A moment in fp32, such that quantising it again gives the same codes and scales.
 
-    Quantising scales a block by its largest magnitude. That element's own code can stand for less than 1 (there is no
-    code for -1), so it is given back the scale itself, which is what it was.
+    Quantising scales a block by its largest magnitude. There is a code for 1 and none for -1, so where that element
+    was negative its code stands for less, and it is given back the scale, which is what it was.
     """
     codes = state[f"state{suffix}"]
     if codes.dtype != torch.uint8:
@@ -141,13 +141,11 @@ def _dense(state: dict[str, Any], suffix: str) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_blockwise
 
     dense = dequantize_blockwise(codes, absmax=scales, code=table, blocksize=BLOCK_SIZE)
-    flat, rows = dense.view(-1), scales.numel()
-    padded = torch.zeros(rows * BLOCK_SIZE, dtype=flat.dtype, device=flat.device)
-    padded[: flat.numel()] = flat
-    blocks = padded.view(rows, BLOCK_SIZE)
-    largest = blocks.abs().argmax(dim=1, keepdim=True)
-    blocks.scatter_(1, largest, scales.unsqueeze(1) * blocks.gather(1, largest).sign())
-    return padded[: flat.numel()].view_as(codes)
+    blocks = _blocks(dense)
+    lowest = blocks.argmin(dim=1, keepdim=True)
+    rounded = blocks.amax(dim=1) < scales  # so the scale was a negative element's magnitude
+    blocks.scatter_(1, lowest, torch.where(rounded, -scales, blocks.gather(1, lowest).squeeze(1)).unsqueeze(1))
+    return blocks.view(-1)[: codes.numel()].view_as(codes)
 
 
 def _store(state: dict[str, Any], suffix: str, dense: torch.Tensor) -> None:
@@ -156,8 +154,16 @@ def _store(state: dict[str, Any], suffix: str, dense: torch.Tensor) -> None:
     if codes.dtype != torch.uint8:
         codes.copy_(dense)
         return
-    from bitsandbytes.functional import quantize_blockwise
+    # Not by bitsandbytes' own quantize_blockwise: on a CPU it gives some values that are a code's the code beside it.
+    table, blocks = state[f"qmap{suffix}"], _blocks(dense)
+    scales = blocks.abs().amax(dim=1)
+    shares = blocks / scales.clamp(min=torch.finfo(scales.dtype).tiny).unsqueeze(1)
+    nearest = torch.bucketize(shares, (table[1:] + table[:-1]) / 2)
+    codes.copy_(nearest.view(-1)[: codes.numel()].view_as(codes))
+    state[f"absmax{suffix}"].copy_(scales)
 
-    quantized, quant_state = quantize_blockwise(dense, code=state[f"qmap{suffix}"], blocksize=BLOCK_SIZE)
-    codes.copy_(quantized)
-    state[f"absmax{suffix}"].copy_(quant_state.absmax)
+
+def _blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in rows of `BLOCK_SIZE`, [blocks, BLOCK_SIZE], the last one filled up with zeros; a copy."""
+    flat = tensor.reshape(-1)
+    return nn.functional.pad(flat, (0, -flat.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE).clone()

@@ -61,7 +61,7 @@ def _fill(model: nn.Module, loader: StreamingLoader, device: torch.device, resti
     for name, meta in list(model.named_parameters(remove_duplicate=False)):
         if id(meta) not in filled:
             assert isinstance(meta, DTensor), f"{name} was not sharded"
-            local = _local_shard(loader.full(clean_name(name), meta.shape, device), meta).to(resting)
+            local = _local_shard(loader.full(clean_name(name), meta.shape, device), meta, loader.dtype).to(resting)
             value = DTensor.from_local(
                 local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
             )
@@ -70,7 +70,7 @@ def _fill(model: nn.Module, loader: StreamingLoader, device: torch.device, resti
         model.get_submodule(module).register_parameter(key, filled[id(meta)])
 
 
-def _local_shard(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a tensor that every rank holds, in memory of its own so that the whole can be freed."""
+def _local_shard(full: torch.Tensor, like: DTensor, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's part, in `dtype`, of a tensor that every rank holds; a copy, so that the whole can be freed."""
     sharded = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-    return sharded.to_local().clone()
+    return sharded.to_local().to(dtype, copy=True)
