@@ -197,8 +197,8 @@ class StreamingLoader:
         return parameter
 
     def full(self, name: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """The whole tensor `name` on `device`: the file's values, and dtype, on rank 0, and on every rank if this loader
-        broadcasts."""
+        """The whole tensor `name` on `device`, in the file's dtype: the file's values on rank 0, and on every rank if
+        this loader broadcasts."""
         self._return_freed_memory(shape.numel() * self.dtype.itemsize)
         if self.file_dtypes is None:
             return torch.empty(shape, dtype=self.dtype, device=device)

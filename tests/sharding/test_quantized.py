@@ -10,7 +10,7 @@ from recipe.sharding.quantized import BLOCK_SIZE, _dense, _store
 @pytest.mark.parametrize("suffix", ("1", "2"))
 @pytest.mark.parametrize("size", (4096, 4096 + 7))
 def test_moments_come_back_as_the_same_codes_and_scales(suffix: str, size: int) -> None:
-    """For every code in every place, blocks whose largest magnitude is negative, and blocks of zeros: R9's exactness."""
+    """R9: every code in every place, blocks whose largest magnitude is negative, and blocks of zeros."""
     table = torch.as_tensor(create_dynamic_map(signed=suffix == "1"))
     draw = torch.Generator().manual_seed(0)
     blocks = -(-size // BLOCK_SIZE)
