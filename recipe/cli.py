@@ -16,6 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. A user's mistake is printed as such, without a traceback, and gives exit code 2."""
     parser = _parser()
     args, keys = parser.parse_known_args(argv)
+    from recipe import noise  # noqa: F401 - before a command imports the libraries that speak
+
     if keys and not args.takes_keys:
         parser.error(f"unrecognized arguments: {' '.join(keys)}")
     try:
@@ -43,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(parser: argparse.ArgumentParser) -> None:
     def run(args: argparse.Namespace, keys: list[str]) -> None:
-        from recipe import noise, preflight  # noqa: F401 - noise first, for what importing it does
+        from recipe import preflight
         from recipe.arguments import parse_arguments
 
         preflight.check(parse_arguments(keys), args.world_size, on_gpu=not args.cpu, launched=False)
