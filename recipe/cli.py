@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe import __version__
+from recipe import __version__, noise  # noqa: F401 - noise before a command imports the libraries that speak
 from recipe.errors import UserError
 
 
@@ -16,8 +16,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. A user's mistake is printed as such, without a traceback, and gives exit code 2."""
     parser = _parser()
     args, keys = parser.parse_known_args(argv)
-    from recipe import noise  # noqa: F401 - before a command imports the libraries that speak
-
     if keys and not args.takes_keys:
         parser.error(f"unrecognized arguments: {' '.join(keys)}")
     try:

@@ -44,7 +44,7 @@ def _hash(text: str) -> str:
 
 
 def differences(old: dict[str, Any] | None, new: dict[str, Any]) -> list[str]:
-    """ "key: old then, new now" for each value that changed; [] where there is nothing to compare with."""
+    """Each value that changed, as "key: old then, new now"; [] where there is nothing to compare with."""
     if old is None:
         return []
     return [

@@ -117,9 +117,9 @@ def entry() -> int:
 def leave(code: int) -> None:
     """End the process without Python's finalization.
 
-    Until Python 3.14 it ends threads that wait for the interpreter by `pthread_exit`, which C++ frames on their
-    stacks (torch
-    has such threads) turn into `std::terminate`: one finished run in thirty died of SIGABRT (python/cpython#87135).
+    Until Python 3.14 it ends threads that wait for the interpreter by `pthread_exit`, which C++ frames on their stacks
+    (torch has such threads) turn into `std::terminate` (python/cpython#87135): about one finished run in thirty died of
+    SIGABRT.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

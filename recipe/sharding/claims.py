@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from recipe import ranks
 from recipe.loading import Weights
-from recipe.sharding.gather import full_parameters
+from recipe.sharding.gather import clean_name, full_parameters, local_part
 from recipe.sharding.quantized import LocalShardOptimizer
 
 
@@ -59,7 +59,7 @@ def inspect_sharding(accelerator: Accelerator, model: nn.Module, num_layers: int
         )
     dtypes = Counter[str]()
     for parameter in model.parameters():
-        dtypes[str(parameter.dtype).removeprefix("torch.")] += _local_numel(parameter)
+        dtypes[str(parameter.dtype).removeprefix("torch.")] += local_part(parameter).numel()
     strategy = plugin.sharding_strategy or plugin.reshard_after_forward
     if plugin.fsdp_version == 2:
         strategy = "FULL_SHARD" if plugin.reshard_after_forward else "SHARD_GRAD_OP"
@@ -72,10 +72,6 @@ def inspect_sharding(accelerator: Accelerator, model: nn.Module, num_layers: int
         dtypes=dict(dtypes),
         compute_dtype=str(plugin.mixed_precision_policy.param_dtype).removeprefix("torch."),
     )
-
-
-def _local_numel(parameter: torch.Tensor) -> int:
-    return parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel()
 
 
 def count_units(model: nn.Module, layer_classes: list[str]) -> int:
@@ -101,7 +97,7 @@ def verify_weights(model: nn.Module, weights: Weights | None, dtype: torch.dtype
     """
     expected = None
     if weights is not None:
-        names = sorted(weights.entries.keys() & {n for n in weights.entries if n.endswith((".weight", ".bias"))})
+        names = sorted({clean_name(name) for name, _ in model.named_parameters()} & weights.entries.keys())
         sampled = [names[i * (len(names) - 1) // 3] for i in range(4)]
         expected = {name: digest(weights.read(name).to(dtype)) for name in sampled}
         weights.close()

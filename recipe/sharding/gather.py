@@ -15,6 +15,19 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter or of what is sharded like it: a plain tensor under FSDP1 and FSDP2."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`local` as this rank's part of a tensor that is sharded as `like` is; itself under FSDP1."""
+    if not isinstance(like, DTensor):
+        return local
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def full_parameters(model: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor in the master dtype) of every parameter, in the order of the model's FSDP units.
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from recipe.sharding.gather import local_part, sharded_like
 
 if TYPE_CHECKING:  # bitsandbytes looks for its libraries when it is imported, and says so; most runs do not need it
     from bitsandbytes.optim.optimizer import Optimizer8bit
@@ -43,7 +44,7 @@ class LocalShardOptimizer(torch.optim.Optimizer):
     def inner(self) -> "Optimizer8bit":
         """Made at its first use: until the model is wrapped, Accelerate exchanges the parameters in the groups."""
         if self._inner is None:
-            self._local = {p: nn.Parameter(_shard(p)) for p in self._parameters() if _shard(p).numel()}
+            self._local = {p: nn.Parameter(local_part(p)) for p in self._parameters() if local_part(p).numel()}
             groups = [
                 {**group, "params": [self._local[p] for p in group["params"] if p in self._local]}
                 for group in self.param_groups
@@ -66,8 +67,8 @@ class LocalShardOptimizer(torch.optim.Optimizer):
         for group, own in zip(inner.param_groups, self.param_groups, strict=True):
             group.update({key: value for key, value in own.items() if key != "params"})
         for parameter, local in self._local.items():
-            local.data = _shard(parameter)  # FSDP2 may have put the shard in other memory when it was first used
-            local.grad = None if parameter.grad is None else _shard(parameter.grad)
+            local.data = local_part(parameter)  # FSDP2 may have put the shard in other memory when it was first used
+            local.grad = None if parameter.grad is None else local_part(parameter.grad)
         inner.step()
         for local in self._local.values():
             local.grad = None
@@ -78,13 +79,13 @@ class LocalShardOptimizer(torch.optim.Optimizer):
     def show_dense(self) -> None:
         """Fill `state` with what a torch AdamW would have there; `hide_dense` frees it again. 32-bit moments are not
         copied."""
+        inner = self.inner
         for parameter in self._parameters():
-            local = self._local_of(parameter)
-            state = self.inner.state.get(local, {}) if local is not None else {}
+            state = inner.state.get(self._local.get(parameter), {})
             dense: dict[str, Any] = {"step": torch.tensor(float(state.get("step", 0)))}
             for name, suffix in MOMENTS.items():
-                value = _dense(state, suffix) if state else torch.zeros_like(_shard(parameter), dtype=torch.float32)
-                dense[name] = _like(value, parameter)
+                value = _dense(state, suffix) if state else torch.zeros_like(local_part(parameter), dtype=torch.float32)
+                dense[name] = sharded_like(value, parameter)
             self.state[parameter] = dense
 
     def hide_dense(self) -> None:
@@ -93,39 +94,17 @@ class LocalShardOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def take_dense(self) -> None:
         """Put the moments that were loaded into `state` where bitsandbytes keeps them, in its own precision."""
-        indices = {
-            id(p): (g, i) for g, group in enumerate(self.inner.param_groups) for i, p in enumerate(group["params"])
-        }
-        for parameter in self._parameters():
-            local = self._local_of(parameter)
-            if local is None:
-                continue
+        inner = self.inner
+        indices = {id(p): (g, i) for g, group in enumerate(inner.param_groups) for i, p in enumerate(group["params"])}
+        for parameter, local in self._local.items():
             g, i = indices[id(local)]
-            self.inner.init_state(self.inner.param_groups[g], local, g, i)
-            state, dense = self.inner.state[local], self.state[parameter]
+            inner.init_state(inner.param_groups[g], local, g, i)
+            state, dense = inner.state[local], self.state[parameter]
             state["step"] = int(dense["step"])
             for name, suffix in MOMENTS.items():
-                _store(state, suffix, _shard(dense[name]))
-        self.inner.initialized = True
+                _store(state, suffix, local_part(dense[name]))
+        inner.initialized = True
         self.hide_dense()
-
-    def _local_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        inner = self.inner  # makes the map
-        assert inner is not None
-        return self._local.get(parameter)
-
-
-def _shard(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _like(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
 
 
 def _dense(state: dict[str, Any], suffix: str) -> torch.Tensor:

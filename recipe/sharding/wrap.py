@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from recipe.loading import StreamingLoader
-from recipe.sharding.gather import clean_name
+from recipe.sharding.gather import clean_name, sharded_like
 from recipe.sharding.plugin import ranks_of_a_node
 
 
@@ -62,9 +62,7 @@ def _fill(model: nn.Module, loader: StreamingLoader, device: torch.device, resti
         if id(meta) not in filled:
             assert isinstance(meta, DTensor), f"{name} was not sharded"
             local = _local_shard(loader.full(clean_name(name), meta.shape, device), meta, loader.dtype).to(resting)
-            value = DTensor.from_local(
-                local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
-            )
+            value = sharded_like(local, meta)
             filled[id(meta)] = nn.Parameter(value, requires_grad=meta.requires_grad)
         module, _, key = name.rpartition(".")
         model.get_submodule(module).register_parameter(key, filled[id(meta)])

@@ -125,7 +125,7 @@ def peak_above_shard(folder: Path) -> int:
     Accelerator(fsdp_plugin=build_plugin(torch.float32, torch.float32))  # what it imports is not the load's
     with peak_anonymous_memory() as marks:
         _, model = wrapped(folder)
-    shard = sum(claims._local_numel(p) for p in model.parameters()) * 4
+    shard = sum(gather.local_part(p).numel() for p in model.parameters()) * 4
     return marks[1] - marks[0] - shard
 
 
