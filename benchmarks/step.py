@@ -41,6 +41,7 @@ from recipe.data import prepare
 from recipe.model import load_tokenizer
 from recipe.ranks import rank
 from recipe.sharding.plugin import build_plugin, open_cpu_door
+from recipe.stopping import StopRequest
 from recipe.trainer import RecipeTrainer
 
 VOCAB_SIZE = 16_000
@@ -76,7 +77,7 @@ def run_ours(arguments: Arguments) -> tuple[Clock, list[float]]:
         return RecipeTrainer(callbacks=[*callbacks, clock], **kwargs)
 
     train.RecipeTrainer = timed  # type: ignore[misc, assignment]
-    train.main(arguments)
+    train.main(arguments, StopRequest())
     metrics = (Path(arguments[2].output_dir) / "metrics.jsonl").read_text().splitlines()
     return clock, [json.loads(line)["loss"] for line in metrics]
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that has to hold before a change is kept: lint, types, shell scripts, and all tests. Arguments go to pytest:
+# Everything that has to hold before a change is kept: lint, types, shell scripts, the Dockerfile, and all tests. Arguments
+# go to pytest:
 #
 #     bash launch/test.sh [-m 'not slow' ...]
 set -euo pipefail
@@ -10,4 +11,5 @@ shopt -s nullglob
 ruff check .
 mypy
 shellcheck --external-sources --source-path=SCRIPTDIR launch/*.sh slurm/*.sh .ci/run
+hadolint Dockerfile
 exec python -m pytest "$@"

@@ -120,6 +120,16 @@ class TrainArguments(SFTConfig):
         default=None,
         metadata={"help": "Leave after this step with a checkpoint, the schedule unchanged, as if interrupted."},
     )
+    hang_timeout: float = field(
+        default=1800,
+        metadata={
+            "help": "Seconds in which a rank gets no further (a step, a checkpoint, an evaluation batch) until the run "
+            "is ended, saying which rank hangs. 0: never."
+        },
+    )
+    ddp_timeout: int = field(
+        default=7200, metadata={"help": "Seconds until a collective fails by itself; above hang_timeout."}
+    )
     pad_to_multiple_of: int | None = field(default=None, metadata={"help": "Pad batches to a multiple of this."})
 
     def __post_init__(self) -> None:

@@ -4,12 +4,13 @@ A command imports what it needs when it runs, so that `recipe --help` answers at
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from recipe import __version__, noise  # noqa: F401 - noise before a command imports the libraries that speak
-from recipe.errors import UserError
+from recipe.errors import UserError, raise_if
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,12 +47,22 @@ def _check(parser: argparse.ArgumentParser) -> None:
         from recipe import preflight
         from recipe.arguments import parse_arguments
 
-        preflight.check(parse_arguments(keys), args.world_size, on_gpu=not args.cpu, launched=False)
-        print(f"recipe: no problem found for {args.world_size} ranks")
+        report = preflight.inspect(parse_arguments(keys), args.world_size, on_gpu=not args.cpu, launched=False)
+        if args.world_size is None:
+            report.warnings.append("the number of ranks is not known, so global_batch_size was not held against it")
+        if args.json:
+            print(json.dumps({"problems": report.problems, "warnings": report.warnings}, indent=1))
+        else:
+            for warning in report.warnings:
+                print(f"recipe: warning: {warning}")
+        raise_if(report.problems)
+        if not args.json:
+            print(f"recipe: no problem found{f' for {args.world_size} ranks' if args.world_size else ''}")
 
-    parser.usage = "recipe check --world_size N [--cpu] --config CONFIG [--key value ...]"
-    parser.add_argument("--world_size", type=int, required=True, metavar="N", help="ranks (GPUs) of the run")
+    parser.usage = "recipe check [--world_size N] [--cpu] [--json] --config CONFIG [--key value ...]"
+    parser.add_argument("--world_size", type=int, metavar="N", help="ranks (GPUs) of the run")
     parser.add_argument("--cpu", action="store_true", help="the run's ranks have no GPU")
+    parser.add_argument("--json", action="store_true", help="print problems and warnings as JSON")
     parser.set_defaults(run=run, takes_keys=True)
 
 

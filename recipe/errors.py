@@ -1,6 +1,12 @@
-"""What a user did wrong, gathered: every problem of a run in one exception, raised before it costs anything."""
+"""What a user did wrong, gathered: every problem of a run in one exception, raised before it costs anything.
 
+And how a rank tells its launcher why it ended."""
+
+import json
+import os
+import time
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -27,3 +33,14 @@ def raise_if(problems: Iterable[str]) -> None:
     found = list(problems)
     if found:
         raise UserError(*found)
+
+
+REPORTED = "RECIPE_REPORTED"  # set where the launcher prints what `record` was given (`recipe.launch`)
+
+
+def record(text: str) -> None:
+    """Leave `text` where torch's elastic launcher looks for why a rank ended (its error file's format)."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

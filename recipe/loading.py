@@ -8,6 +8,7 @@ time. Rank 0 reads from a memory map, the others receive.
 import ctypes
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,13 +159,21 @@ class StreamingLoader:
         dtype: master dtype; each tensor is cast to it on its own.
         broadcast: whether this loader sends rank 0's values to the other ranks; False where FSDP does
             (FSDP1 on a GPU, `sync_module_states`).
+        on_tensor: called with the name of each tensor before it is loaded.
 
     Raises:
         UserError: on all ranks, before anything is sent: files and model differ (`Weights.problems`).
     """
 
-    def __init__(self, model: nn.Module, weights: Weights | None, dtype: torch.dtype, broadcast: bool):
-        self.weights, self.dtype, self.broadcast = weights, dtype, broadcast
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Weights | None,
+        dtype: torch.dtype,
+        broadcast: bool,
+        on_tensor: Callable[[str], object] = lambda name: None,
+    ):
+        self.weights, self.dtype, self.broadcast, self.on_tensor = weights, dtype, broadcast, on_tensor
         # By identity, since FSDP renames modules as it wraps. A tied parameter goes by its owner's name, and is the
         # only kind kept after it is loaded. The parameter itself is kept so that its id stays its own.
         self._names = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
@@ -199,6 +208,7 @@ class StreamingLoader:
     def full(self, name: str, shape: torch.Size, device: torch.device) -> torch.Tensor:
         """The whole tensor `name` on `device`, in the file's dtype: the file's values on rank 0, and on every rank if
         this loader broadcasts."""
+        self.on_tensor(name)
         self._return_freed_memory(shape.numel() * self.dtype.itemsize)
         if self.file_dtypes is None:
             return torch.empty(shape, dtype=self.dtype, device=device)

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from recipe import hub
 from recipe.arguments import ModelArguments
 from recipe.errors import UserError
 from recipe.loss import supports_summed_loss
@@ -27,8 +28,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def resolve_folder(args: ModelArguments) -> Path:
-    """The local folder of the model's files; a hub id is looked up in (or downloaded to) the hub's cache.
+def resolve_folder(args: ModelArguments, download: bool = True) -> Path:
+    """`find_folder` for callers without a use for its warnings; there are none where `download` is true."""
+    return find_folder(args, download)[0]
+
+
+def find_folder(args: ModelArguments, download: bool) -> tuple[Path, list[str]]:
+    """The local folder of the model's files, and warnings; a hub id is looked up in (or fetched to) the hub's cache.
+
+    Without `download`, weights of a hub model that are not in the cache stay where they are, with a warning; then, and
+    only then, the folder lacks weights that the hub has.
 
     Raises:
         UserError: no such folder, no config.json in it, or the hub does not give it.
@@ -37,35 +46,15 @@ def resolve_folder(args: ModelArguments) -> Path:
     if name is None:
         raise UserError("no model: set model_name_or_path to a folder or a hub id")
     folder = Path(name)
+    notes: list[str] = []
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
             raise UserError(f"model_name_or_path '{name}' is no folder and no hub id (owner/name)")
-        folder = _from_hub(name, args.model_revision)
+        folder, notes = hub.resolve(name, args.model_revision, download)
     if not (folder / "config.json").is_file():
         # from_pretrained would build a full-size default Llama here (transformers' config defaults).
         raise UserError(f"{folder} has no config.json; set model_name_or_path to a model's folder")
-    return folder
-
-
-def _from_hub(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except GatedRepoError:
-        raise UserError(
-            f"{name} is gated: accept its licence on its hub page and log in (`hf auth login`), or set "
-            "model_name_or_path to a local folder"
-        ) from None
-    except HFValidationError:
-        raise UserError(f"model_name_or_path '{name}' is no folder and no hub id (owner/name)") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise UserError(
-            f"{name} is no local folder, is not in the hub's cache, and the hub does not give it "
-            f"({type(error).__name__}); set model_name_or_path to a local folder"
-        ) from None
+    return folder, notes
 
 
 def load_config(folder: Path) -> PretrainedConfig:

@@ -8,12 +8,13 @@
 
 import atexit
 import os
+import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from recipe import noise, preflight, ranks, run_folder  # noqa: F401 - noise first, for what importing it does
@@ -23,27 +24,33 @@ from recipe.callbacks.meter import MeterCallback, StepMeter
 from recipe.callbacks.metrics import MetricsFile
 from recipe.callbacks.progress import Progress
 from recipe.callbacks.steps import StepRules
-from recipe.data import prepare
-from recipe.errors import UserError, raise_if
+from recipe.callbacks.stopping import StopOnRequest
+from recipe.data import PreparedData, prepare
+from recipe.errors import REPORTED, UserError, raise_if, record
 from recipe.model import meta_model, torch_dtype
 from recipe.plan import flops
+from recipe.preflight import network
+from recipe.preflight.settings import rows
+from recipe.rendezvous import Rendezvous
 from recipe.sharding.plugin import build_plugin, open_cpu_door
+from recipe.stopping import Stopped, StopRequest
 from recipe.trainer import RecipeTrainer
+from recipe.watchdog import Watchdog, end_process
 
 
-def main(arguments: Arguments) -> None:
-    data_args, model_args, train_args = arguments
+def main(arguments: Arguments, stop: StopRequest) -> None:
+    _, model_args, train_args = arguments
     world_size, on_gpu = world_size_asked(), torch.cuda.is_available()
-    found = preflight.check(arguments, world_size, on_gpu=on_gpu)
-    data = prepare(data_args, train_args, found.tokenizer)
-    raise_if(preflight.rows(train_args, len(data.train)))
+    with stop.interruptible():
+        found, data, lines = check_and_prepare(arguments, world_size, on_gpu)
     found.tokenizer.chat_template = data.template or found.tokenizer.chat_template
     train_args.settle(num_rows=len(data.train), bf16=found.compute_dtype != found.master_dtype)
     run = run_folder.fingerprint(arguments, data.fingerprint, found.folder, found.tokenizer)
     resolved = run_folder.resolved(arguments)
     train_args.activate(world_size, on_gpu)
     open_cpu_door()
-    lines = [*preflight.costs(model_args), *data.report.lines()]
+    watchdog = Watchdog(Rendezvous(), train_args.hang_timeout, end_process)
+    lines += [*network.measure(train_args.device), *data.report.lines()]
     resume_from = open_run_folder(train_args, run, resolved, lines)
     meter = make_meter(found, train_args, world_size)
     trainer = RecipeTrainer(
@@ -55,23 +62,46 @@ def main(arguments: Arguments) -> None:
         plugin=build_plugin(found.compute_dtype, torch_dtype(model_args.reduce_dtype)),
         run=run,
         meter=meter,
+        stop=stop,
+        watchdog=watchdog,
         callbacks=[
             MeterCallback(meter),
             DtypeCheck(found.master_dtype),
             StepRules(len(data.train), run["global_batch_size"], train_args.stop_at_step),
+            StopOnRequest(stop),
             MetricsFile(Path(train_args.output_dir), meter),
             Progress(),
         ],
     )
     trainer.train(resume_from_checkpoint=resume_from)
-    if train_args.export and trainer.state.global_step >= train_args.max_steps:
+    step = trainer.state.global_step
+    asked_to_stop = stop.agreed(train_args.device)
+    if train_args.export and step >= train_args.max_steps:
         trainer.save_model(str(Path(train_args.output_dir) / run_folder.EXPORT))
     trainer.end()
+    if asked_to_stop and step < train_args.max_steps:
+        raise Stopped(asked_to_stop, f"step {step} is in checkpoint-{step}; the same command goes on from there")
 
 
 def world_size_asked() -> int:
     """Ranks of this launch, as the launcher says it to each of them."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_and_prepare(
+    arguments: Arguments, world_size: int, on_gpu: bool
+) -> tuple[preflight.Found, PreparedData, list[str]]:
+    """All that comes before the process group: the checks of all ranks, and the data; and lines for the log."""
+    data_args, _, train_args = arguments
+    report = preflight.inspect(arguments, world_size, on_gpu=on_gpu)
+    if "WORLD_SIZE" not in os.environ:
+        raise UserError(*report.problems)  # no launcher is one of them, and there is nobody to agree with
+    rendezvous = Rendezvous()
+    found, lines = preflight.agree(rendezvous, report, arguments)
+    with rendezvous.all_or_none("data"):
+        data = prepare(data_args, train_args, found.tokenizer)
+        raise_if(rows(train_args, len(data.train)))
+    return found, data, lines
 
 
 def open_run_folder(
@@ -104,13 +134,22 @@ def make_meter(found: preflight.Found, train_args: TrainArguments, world_size: i
 
 
 def entry() -> int:
-    """Run `main`; a user's mistake is printed as such, without a traceback, with exit code 2."""
+    """Run `main`; returns the exit code. A user's mistake is printed as such, once, without a traceback."""
+    stop = StopRequest()
+    stop.listen()
     try:
-        main(parse_arguments())
-    except UserError as error:
-        if not PartialState._shared_state or PartialState().is_main_process:
+        main(parse_arguments(), stop)
+    except (UserError, Stopped) as error:
+        record(str(error))
+        if REPORTED not in os.environ and os.environ.get("RANK", "0") == "0":
             tqdm.write(f"recipe: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception:  # noqa: BLE001 - whatever it was, the launcher is told
+        record(traceback.format_exc())
+        traceback.print_exc()
+        return 1
     return 0
 
 

@@ -3,6 +3,7 @@ says what the stock method does otherwise, and calls the room that knows better.
 
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import Sampler
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
@@ -30,6 +32,8 @@ from recipe.model import torch_dtype
 from recipe.preflight import Found, versions
 from recipe.sharding import claims, gather, state, wrap
 from recipe.sharding.quantized import LocalShardOptimizer
+from recipe.stopping import Stopped, StopRequest
+from recipe.watchdog import Watchdog
 
 
 class RecipeTrainer(SFTTrainer):
@@ -40,6 +44,8 @@ class RecipeTrainer(SFTTrainer):
         plugin: Accelerate's FSDP plugin (`recipe.sharding.plugin.build_plugin`).
         run: fingerprint of the run, written into every checkpoint.
         meter: measures the steps.
+        stop: what asks the run to stop.
+        watchdog: hears of every piece of work done.
     """
 
     model: Any
@@ -51,9 +57,12 @@ class RecipeTrainer(SFTTrainer):
         plugin: FullyShardedDataParallelPlugin,
         run: dict[str, Any],
         meter: StepMeter,
+        stop: StopRequest,
+        watchdog: Watchdog,
         **kwargs: Any,
     ):
         self.found, self.plugin, self.run, self.meter = found, plugin, run, meter
+        self.stop, self.watchdog = stop, watchdog
         self.sharding: claims.Sharding | None = None
         optimizer = _optimizer(kwargs["args"], kwargs["model"])
         super().__init__(processing_class=found.tokenizer, optimizer_cls_and_kwargs=optimizer, **kwargs)
@@ -76,7 +85,9 @@ class RecipeTrainer(SFTTrainer):
         began = time.perf_counter()
         weights = Weights(self.found.folder) if read_weights and ranks.is_main() else None
         broadcast = wrap.loader_broadcasts(self.accelerator)
-        loader = StreamingLoader(self.model, weights, self.found.master_dtype, broadcast)
+        loader = StreamingLoader(
+            self.model, weights, self.found.master_dtype, broadcast, lambda name: self.watchdog.at(f"loading {name}")
+        )
         layers, parameters = self.model.config.num_hidden_layers, self.model.num_parameters()
         self.model = self.model_wrapped = wrap.shard(self.accelerator, self.model, loader)
         self.sharding = claims.inspect_sharding(self.accelerator, self.model, layers, parameters)
@@ -90,7 +101,7 @@ class RecipeTrainer(SFTTrainer):
             names = claims.verify_weights(self.model, weights, self.found.master_dtype)
             took = time.perf_counter() - began
             lines.append(f"weights streamed in {took:.1f} s; {', '.join(names)} equal the file on every rank")
-        self.accelerator.print("\n".join(f"recipe: {line}" for line in lines))
+        _say(*lines)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Stock: bitsandbytes keeps embeddings in 32 bits by looking for its own class."""
@@ -111,6 +122,7 @@ class RecipeTrainer(SFTTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         self.meter.begin()
+        self.watchdog.at(f"reading the batch of step {self.state.global_step + 1}")
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
@@ -132,6 +144,7 @@ class RecipeTrainer(SFTTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL: also entropy and accuracy of each micro-batch, gathered and synchronised, and a recomputed head."""
+        self.watchdog.at(f"training step {self.state.global_step + 1}")
         if return_outputs or self.args.loss_type != "nll" or self.label_smoother is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = model(**inputs, summed_loss=True)
@@ -160,19 +173,27 @@ class RecipeTrainer(SFTTrainer):
     def evaluation_loop(
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
-        """Stock: a mean of batch means, gathered logits. Here the mean over all labelled tokens of all ranks."""
+        """Stock: a mean of batch means, gathered logits. Here the mean over all labelled tokens of all ranks.
+
+        A request to stop ends it without a result: nobody knows how long the rest would take."""
         model = self.model_wrapped
         model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         with torch.no_grad():
-            for inputs in dataloader:
+            for number, inputs in enumerate(dataloader):
+                self.watchdog.at(f"evaluating batch {number + 1} after step {self.state.global_step}")
+                if self.stop.agreed(self.args.device):
+                    self.control.should_save = self.control.should_training_stop = True
+                    break
                 inputs = self._prepare_inputs(inputs)
                 totals[1] += inputs["labels"][..., 1:].ne(-100).sum()
                 totals[0] += model(**inputs, summed_loss=True)
+        model.train()
+        if self.control.should_training_stop:
+            return EvalLoopOutput(None, None, {}, num_samples=len(dataloader.dataset))
         dist.all_reduce(totals)
         loss = (totals[0] / totals[1].clamp(min=1)).item()
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": math.exp(min(loss, 700.0))}
-        model.train()
         return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -186,6 +207,7 @@ class RecipeTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Stock: writes in place, so a crash leaves a newest checkpoint that is not one."""
+        self.watchdog.at(f"saving checkpoint {self.state.global_step}")
         run_dir = Path(self.args.output_dir)
         began = time.perf_counter()
         with publish.publishing(run_dir, self.state.global_step, self._describe) as folder:
@@ -202,7 +224,8 @@ class RecipeTrainer(SFTTrainer):
         with ranks.all_or_none("deleting old checkpoints"):
             if ranks.is_main():
                 retire.retire(run_dir, self.args.save_total_limit)
-        self.save_seconds = time.perf_counter() - began
+        step, took = self.state.global_step, time.perf_counter() - began
+        _say(f"checkpoint-{step} saved in {took:.1f} s")
 
     def _describe(self) -> Manifest:
         assert self.sharding is not None
@@ -212,6 +235,7 @@ class RecipeTrainer(SFTTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Stock: Accelerate's loader, of the same files."""
+        self.watchdog.at(f"loading {resume_from_checkpoint}")
         folder = Path(resume_from_checkpoint)
         with ranks.all_or_none(f"loading {folder}"):
             loaded = shards.load(folder, shards.MODEL, state.model_state(self.model, self.args.device))
@@ -236,7 +260,7 @@ class RecipeTrainer(SFTTrainer):
         """Stock: writes nothing under SHARDED_STATE_DICT (transformers#30491), or gathers the model on rank 0."""
         out = Path(output_dir or self.args.output_dir)
         self.plugin.set_state_dict_type("FULL_STATE_DICT")
-        tensors = gather.full_parameters(self.model)
+        tensors = self._unless_stopped(gather.full_parameters(self.model))
         with ranks.all_or_none(f"exporting to {out}"):
             try:
                 if ranks.is_main():
@@ -246,7 +270,23 @@ class RecipeTrainer(SFTTrainer):
                     write_export(out, tensors, found.fresh, dtype, shard_size, *described)
             finally:
                 drain(tensors)  # gathers are collective: every rank goes through all of them, whatever failed here
-        self.accelerator.print(f"recipe: exported to {out}")
+        _say(f"exported to {out}")
+
+    def _unless_stopped(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """`tensors`, until a request to stop; all ranks take part. With the last step in a checkpoint, another start
+        exports it; without one, this export is all there is, and goes on."""
+        for name, tensor in tensors:
+            self.watchdog.at(f"exporting {name}")
+            kind = self.stop.agreed(self.args.device)
+            if kind and self.args.save_strategy != "no":
+                raise Stopped(kind, "the export was left unfinished; the next start makes it")
+            yield name, tensor
+
+
+def _say(*lines: str) -> None:
+    """To the log, on rank 0 (Accelerate's print speaks on every node), past the progress bar."""
+    if ranks.is_main():
+        tqdm.write("\n".join(f"recipe: {line}" for line in lines))
 
 
 def _optimizer(

@@ -128,7 +128,7 @@ class Finished:
 
 
 class Launcher:
-    """Starts the entry through `accelerate launch`, as a user does, with small defaults."""
+    """Starts the entry through `accelerate launch`, or `recipe.launch`, as a user does, with small defaults."""
 
     def __init__(self, model: Path, data: Path, cache: Path):
         self.defaults = {
@@ -156,11 +156,18 @@ class Launcher:
         launch: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
         timeout: float = 240,
+        disturb: str | None = None,
         **keys: Any,
     ) -> Finished:
+        """`disturb`: see tests/disturbed.py; it goes through `recipe.launch`."""
         values = {**self.defaults, "output_dir": run_dir, **keys}
-        command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--main_process_port", "0"]
-        command += ["--config_file", str(ROOT / "configs/accelerate" / f"{spread}.yaml"), *launch, "-m", "recipe.train"]
+        command = [str(Path(sys.executable).with_name("accelerate")), "launch"]
+        module = "recipe.train"
+        if disturb is not None:
+            command, module = [sys.executable, "-m", "recipe.launch"], "tests.disturbed"
+            env = {**(env or {}), "DISTURB": disturb}
+        command += ["--main_process_port", "0", "--config_file", str(ROOT / f"configs/accelerate/{spread}.yaml")]
+        command += [*launch, "-m", module]
         command += [part for key, value in values.items() if value is not None for part in (f"--{key}", str(value))]
         done = subprocess.run(
             command,

@@ -7,10 +7,10 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from recipe import preflight
 from recipe.arguments import Arguments, parse_arguments
 from recipe.data import check as check_data
 from recipe.model import load_config, meta_model
+from recipe.preflight import disk, settings
 from recipe.quickstart import small_llama
 from recipe.sharding import plugin
 from tests.conftest import ROOT
@@ -81,10 +81,9 @@ def test_a_run_passes_the_checks_of_its_keys(name, monkeypatch):
     """For every world that it is for, and every spread's environment."""
     data, model, train = parsed(name)
     monkeypatch.delenv("FSDP_ACTIVATION_CHECKPOINTING", raising=False)
-    problems = preflight.required(model, train) + check_data(data, train) + preflight.unsupported(model, train)
-    assert problems == []
+    assert settings.problems(data, model, train) + check_data(data, train) == []
     for world_size in WORLDS[name]:
-        assert preflight.batch(train, world_size) == []
+        assert settings.batch(train, world_size) == []
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -111,7 +110,7 @@ def test_the_memory_that_a_configuration_speaks_of(name, world_size, gib):
     """Of one GPU: master weight and gradient, and two moments."""
     _, model, train = parsed(name)
     weight = 4 if model.param_dtype == "float32" else 2
-    of_a_parameter = preflight.checkpoint_bytes(model, train) + weight
+    of_a_parameter = disk.checkpoint_bytes(model, train) + weight
     needed = MODELS[model.model_name_or_path][1] * of_a_parameter / world_size / 2**30
     assert needed == pytest.approx(gib, abs=0.06)
 
@@ -149,8 +148,7 @@ def test_what_the_launcher_makes_of_a_spread_has_no_problem(name, environment, m
         monkeypatch.setenv(key, value)
     assert plugin.spread_problems() == []
     assert not plugin.activation_checkpointing_asked(), "the run's own configuration decides"
-    if args.use_cpu:
-        assert plugin.cpu_problems() == []
+    assert plugin.device_problems(0 if args.use_cpu else 8) == []
 
 
 @pytest.mark.parametrize("name", SPREADS)

@@ -1,12 +1,11 @@
 """`launch/`: which spread is taken on which machine, and an environment that is made once.
 
-The real scripts run, in an environment whose `accelerate`, `recipe` and `nvidia-smi` are stand-ins that say what they
-were asked.
+The real scripts run, in an environment whose `python`, `recipe` and `nvidia-smi` are stand-ins that say what they were
+asked.
 """
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,8 @@ def script(path: Path, body: str) -> None:
 def venv(tmp_path: Path) -> Path:
     """An environment that counts as installed, and has no GPU."""
     folder = tmp_path / "venv"
-    script(folder / "bin" / "accelerate", 'printf "%s\\n" "OMP=${OMP_NUM_THREADS:-}" "$@"')
-    script(folder / "bin" / "recipe", 'printf "%s " "$@" >"$VENV/checked"')
+    script(folder / "bin" / "python", 'printf "%s\\n" "OMP=${OMP_NUM_THREADS:-}" "$@"')
     script(folder / "bin" / "nvidia-smi", "exit 9")
-    (folder / "bin" / "python").symlink_to(sys.executable)
     source = 'cat "$1/pyproject.toml" "$1/constraints.txt" | cksum'
     stamp = subprocess.run(["bash", "-c", source, "-", str(ROOT)], capture_output=True, check=True)
     (folder / ".installed").write_bytes(stamp.stdout)
@@ -41,9 +38,12 @@ def give_gpus(venv: Path, number: int) -> None:
     script(venv / "bin" / "nvidia-smi", f"printf '{lines}'")
 
 
-def train(venv: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SPREAD")}
-    command = ["bash", str(ROOT / "launch" / "train.sh"), *args]
+TAKEN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SPREAD", "RANKS_PER_NODE", "NUM_NODES", "NODE_RANK")
+
+
+def train(venv: Path, *args: str, name: str = "train.sh", **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in TAKEN and not k.startswith(("SLURM_", "MASTER_"))}
+    command = ["bash", str(ROOT / "launch" / name), *args]
     return subprocess.run(
         command, capture_output=True, text=True, env=inherited | {"VENV": str(venv)} | environment, timeout=60
     )
@@ -52,8 +52,8 @@ def train(venv: Path, *args: str, **environment: str) -> subprocess.CompletedPro
 def asked(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
     """The launcher's options and the module's arguments, in pairs."""
     assert done.returncode == 0, done.stderr
-    omp, launch, *rest = done.stdout.splitlines()
-    assert launch == "launch"
+    omp, module, launch, *rest = done.stdout.splitlines()
+    assert (module, launch) == ("-m", "recipe.launch")
     return {"OMP": omp.removeprefix("OMP="), **dict(zip(rest[::2], rest[1::2], strict=True))}
 
 
@@ -61,11 +61,11 @@ def test_without_a_gpu_two_cpu_ranks_share_the_cores(venv: Path) -> None:
     done = train(venv, "a.yaml", "--max_steps", "3")
     options = asked(done)
     assert options["--config_file"] == str(SPREADS / "fsdp1_cpu_2rank.yaml")
-    assert "--num_processes" not in options
+    assert options["--num_processes"] == "2" and options["--num_machines"] == "1"
     assert options["OMP"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert (options["-m"], options["--config"], options["--max_steps"]) == ("recipe.train", "a.yaml", "3")
     assert options["--main_process_port"] == "0"
-    assert "2 CPU ranks" in done.stderr
+    assert ": 2 ranks, 0 GPUs, fsdp1_cpu_2rank.yaml" in done.stderr
 
 
 def test_a_thread_count_that_is_set_stays(venv: Path) -> None:
@@ -81,19 +81,24 @@ def test_a_rank_for_each_gpu(venv: Path, gpus: int) -> None:
     assert options["OMP"] == ""
 
 
-@pytest.mark.parametrize(("visible", "ranks"), [("0,3", "2"), ("5", "1"), ("", None)])
-def test_hidden_gpus_do_not_count(venv: Path, visible: str, ranks: str | None) -> None:
+@pytest.mark.parametrize(("visible", "ranks"), [("0,3", "2"), ("5", "1")])
+def test_hidden_gpus_do_not_count(venv: Path, visible: str, ranks: str) -> None:
     give_gpus(venv, 8)
-    assert asked(train(venv, "a.yaml", CUDA_VISIBLE_DEVICES=visible)).get("--num_processes") == ranks
+    assert asked(train(venv, "a.yaml", CUDA_VISIBLE_DEVICES=visible))["--num_processes"] == ranks
+
+
+def test_with_all_gpus_hidden_the_ranks_are_on_the_cpu(venv: Path) -> None:
+    give_gpus(venv, 8)
+    options = asked(train(venv, "a.yaml", CUDA_VISIBLE_DEVICES=""))
+    assert options["--config_file"] == str(SPREADS / "fsdp1_cpu_2rank.yaml") and options["--num_processes"] == "2"
 
 
 def test_spread_by_name_and_by_path(venv: Path, tmp_path: Path) -> None:
     give_gpus(venv, 8)
     options = asked(train(venv, "a.yaml", SPREAD="fsdp2_cpu_2rank"))
-    assert options["--config_file"] == str(SPREADS / "fsdp2_cpu_2rank.yaml")
-    assert "--num_processes" not in options
+    assert options["--config_file"] == str(SPREADS / "fsdp2_cpu_2rank.yaml") and options["--num_processes"] == "2"
     mine = tmp_path / "mine.yaml"
-    mine.write_text("use_cpu: true\nnum_processes: 64\n")
+    mine.write_text("use_cpu: true\nnum_machines: 1\nnum_processes: 64\n")
     options = asked(train(venv, "a.yaml", SPREAD=str(mine)))
     assert (options["--config_file"], options["OMP"]) == (str(mine), "1")
 
@@ -111,20 +116,36 @@ def test_no_config_is_a_usage_error(venv: Path, args: list[str]) -> None:
     assert done.stderr.startswith("usage: bash launch/train.sh CONFIG")
 
 
-def test_a_run_is_checked_before_it_is_launched(venv: Path) -> None:
-    asked(train(venv, "a.yaml", "--max_steps", "3"))
-    assert (venv / "checked").read_text() == "check --world_size 2 --cpu --config a.yaml --max_steps 3 "
-    give_gpus(venv, 4)
-    asked(train(venv, "a.yaml"))
-    assert (venv / "checked").read_text() == "check --world_size 4 --config a.yaml "
-    script(venv / "bin" / "recipe", "exit 2")
-    done = train(venv, "a.yaml")
-    assert done.returncode == 2 and not done.stdout, "nothing is launched"
-
-
 def test_the_launchers_exit_code_is_kept(venv: Path) -> None:
-    script(venv / "bin" / "accelerate", "exit 7")
-    assert train(venv, "a.yaml").returncode == 7
+    script(venv / "bin" / "python", "exit 75")
+    assert train(venv, "a.yaml").returncode == 75
+
+
+TWO_NODES = {"NUM_NODES": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("rank", [{"NODE_RANK": "1"}, {"SLURM_NODEID": "1"}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}])
+def test_a_node_of_several(venv: Path, rank: dict[str, str]) -> None:
+    """N1, N2: each node's own number, the number of all ranks, and where they meet."""
+    give_gpus(venv, 8)
+    options = asked(train(venv, "a.yaml", name="node.sh", **TWO_NODES, **rank))
+    assert (options["--num_machines"], options["--num_processes"], options["--machine_rank"]) == ("2", "16", "1")
+    assert (options["--main_process_ip"], options["--main_process_port"]) == ("node1", "29500")
+
+
+def test_ranks_that_are_asked_for(venv: Path) -> None:
+    """What Slurm gave goes before what the spread says."""
+    options = asked(train(venv, "a.yaml", name="node.sh", **TWO_NODES, SPREAD="fsdp2_2node_16gpu", RANKS_PER_NODE="4"))
+    assert (options["--num_machines"], options["--num_processes"], options["--machine_rank"]) == ("2", "8", "0")
+    options = asked(train(venv, "a.yaml", name="node.sh", **TWO_NODES, SPREAD="fsdp2_2node_16gpu"))
+    assert options["--num_processes"] == "16"
+
+
+@pytest.mark.parametrize("unset", ["MASTER_ADDR", "MASTER_PORT"])
+def test_several_nodes_need_a_place_to_meet(venv: Path, unset: str) -> None:
+    done = train(venv, "a.yaml", name="node.sh", **{key: value for key, value in TWO_NODES.items() if key != unset})
+    assert done.returncode == 2 and not done.stdout
+    assert "NUM_NODES is 2 and MASTER_ADDR or MASTER_PORT is not set" in done.stderr
 
 
 def test_no_python_that_is_new_enough_is_said(tmp_path: Path) -> None:
@@ -135,8 +156,7 @@ def test_no_python_that_is_new_enough_is_said(tmp_path: Path) -> None:
 
 
 def test_the_environment_is_installed_once_and_again_when_its_stamp_is_old(venv: Path) -> None:
-    (venv / "bin" / "python").unlink()
-    script(venv / "bin" / "python", f'echo "$*" >> {venv}/calls')
+    script(venv / "bin" / "python", f'[[ $* != *"-m pip"* ]] || echo "$*" >> {venv}/calls')
     train(venv, "a.yaml")
     assert not (venv / "calls").exists()
     (venv / ".installed").write_text("old")
@@ -148,7 +168,6 @@ def test_the_environment_is_installed_once_and_again_when_its_stamp_is_old(venv:
 
 
 def test_a_failed_installation_is_shown_and_tried_again(venv: Path) -> None:
-    (venv / "bin" / "python").unlink()
     script(venv / "bin" / "python", '[[ $* == *--version ]] || { echo "no room on the disk"; exit 1; }')
     (venv / ".installed").write_text("old")
     for _ in range(2):

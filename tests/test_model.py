@@ -11,6 +11,7 @@ from recipe.arguments import ModelArguments
 from recipe.errors import UserError
 from recipe.model import (
     attention_problems,
+    find_folder,
     load_config,
     load_generation_config,
     load_tokenizer,
@@ -32,6 +33,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 
 def test_a_folder_is_taken_as_it_is(tiny_model, monkeypatch):
     assert resolve_folder(ModelArguments(model_name_or_path=str(tiny_model))) == tiny_model
+    assert find_folder(ModelArguments(model_name_or_path=str(tiny_model)), download=False) == (tiny_model, [])
     monkeypatch.chdir(tiny_model.parent.parent)
     relative = f"{tiny_model.parent.name}/{tiny_model.name}"
     assert resolve_folder(ModelArguments(model_name_or_path=relative)) == Path(relative), (
@@ -50,6 +52,13 @@ def test_a_hub_id_is_looked_up_in_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="is not in the hub's cache"):
         resolve_folder(ModelArguments(model_name_or_path="nobody/nothing"))
+
+
+def test_a_check_of_a_hub_id_gets_the_warnings(tiny_model, monkeypatch):
+    monkeypatch.setattr("recipe.hub.resolve", lambda *asked: (tiny_model, [str(asked)]))
+    args = ModelArguments(model_name_or_path="owner/model", model_revision="v1")
+    assert find_folder(args, download=False) == (tiny_model, ["('owner/model', 'v1', False)"])
+    assert resolve_folder(args) == tiny_model
 
 
 def test_no_model_is_named():

@@ -21,7 +21,7 @@ from recipe.data.sources import Source, open_sources
 from recipe.data.template import read_template, resolve_template
 from recipe.errors import UserError, raise_if
 
-__all__ = ["PreparedData", "Report", "SplitReport", "check", "prepare", "read_template", "resolve_template"]
+__all__ = ["PreparedData", "Report", "SplitReport", "at_hand", "check", "prepare", "read_template", "resolve_template"]
 
 FORMAT = 1  # of the prepared data; a change of what this package writes needs a new one, or old caches are taken for it
 
@@ -78,6 +78,16 @@ def check(data_args: DataArguments, train_args: TrainArguments) -> list[str]:
     return problems
 
 
+def at_hand(data_args: DataArguments) -> list[str]:
+    """Whether the data are where `dataset_name` says; files are not read, a hub id's are fetched."""
+    try:
+        if data_args.dataset_name:
+            open_sources(data_args)
+    except UserError as error:
+        return error.problems
+    return []
+
+
 def prepare(data_args: DataArguments, train_args: TrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
     """Read, validate, tokenize, truncate and pack the run's data set, or map what an earlier call made of it.
 
@@ -93,8 +103,8 @@ def prepare(data_args: DataArguments, train_args: TrainArguments, tokenizer: Pre
     kind = detect_kind(train, train_args.dataset_text_field)
     template = _template(kind, train, train_args, tokenizer)
     settings = _settings(data_args, train_args) | {
-        "train": train.identity,
-        "eval": test.identity if test else None,
+        "train": train.identify(),
+        "eval": test.identify() if test else None,
         "kind": kind,
         "template": template,
         "tokenizer": tokenizer_digest(tokenizer),

@@ -36,13 +36,14 @@ class Source:
     Attributes:
         name: As the user gave it, for messages.
         unit: What `Row.number` counts: 'line' of a .jsonl or .csv file, else 'row'.
-        identity: Changes when the content does: a digest of the files, or the Hub's fingerprint of a revision.
+        identify: What changes when the content does: a digest of the files, which it reads, or the Hub's fingerprint of
+            a revision.
         read: Yields the rows from the first on, anew at each call.
     """
 
     name: str
     unit: str
-    identity: str
+    identify: Callable[[], str]
     read: Callable[[], Iterator[Row]]
 
 
@@ -81,7 +82,7 @@ def _open_file(path: Path, split_key: str, split: str) -> Source:
             "hold rows out of it with eval_samples, or leave the key out"
         )
     unit = "line" if suffix in (".jsonl", ".csv") else "row"
-    return Source(str(path), unit, suffix + digest([path]), lambda: READERS[suffix](path))
+    return Source(str(path), unit, lambda: suffix + digest([path]), lambda: READERS[suffix](path))
 
 
 def _open_saved(path: Path, split_key: str, split: str) -> Source:
@@ -99,7 +100,10 @@ def _open_saved(path: Path, split_key: str, split: str) -> Source:
     elif split != "train":
         raise UserError(f"{split_key} '{split}': {path} holds one data set without splits; use eval_samples")
     return Source(
-        str(path), "row", digest(sorted(path.glob("*.arrow"))), lambda: _dataset_rows(datasets.load_from_disk(path))
+        str(path),
+        "row",
+        lambda: digest(sorted(path.glob("*.arrow"))),
+        lambda: _dataset_rows(datasets.load_from_disk(path)),
     )
 
 
@@ -114,7 +118,7 @@ def _open_hub(name: str, config: str | None, split_key: str, split: str) -> Sour
         ) from error
     # `_fingerprint` is derived from the builder's cache folder, whose name holds the Hub's revision, and the split.
     identity = f"{name}:{config}:{split}:{dataset._fingerprint}"
-    return Source(f"{name} ({split})", "row", identity, lambda: _dataset_rows(dataset))
+    return Source(f"{name} ({split})", "row", lambda: identity, lambda: _dataset_rows(dataset))
 
 
 def _dataset_rows(dataset: datasets.Dataset) -> Iterator[Row]:

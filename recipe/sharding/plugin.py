@@ -47,13 +47,22 @@ def spread_problems() -> list[str]:
     return problems
 
 
-def cpu_problems() -> list[str]:
-    """What the accelerate file asks for and CPU ranks cannot do."""
-    if _asked("OFFLOAD_PARAMS", "false") == "true":
-        return [
+def device_problems(num_gpus: int) -> list[str]:
+    """What the accelerate file asks for and the `num_gpus` GPUs that this process sees (0: CPU ranks) cannot do."""
+    asked = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower()  # of recipe.launch; Accelerate's own does not say
+    problems = []
+    if num_gpus and use_cpu == "true":
+        problems.append(f"the accelerate file has use_cpu: true and there are {num_gpus} GPUs; take a file for GPUs")
+    if num_gpus and asked > num_gpus:
+        problems.append(f"{asked} ranks were started here and there are {num_gpus} GPUs; start a rank for each GPU")
+    if not num_gpus and use_cpu == "false":
+        problems.append("the accelerate file asks for GPUs and there is none; take one with use_cpu: true")
+    if not num_gpus and _asked("OFFLOAD_PARAMS", "false") == "true":
+        problems.append(
             "fsdp_offload_params is true and there is no GPU: parameters are in host memory already; set it to false"
-        ]
-    return []
+        )
+    return problems
 
 
 def activation_checkpointing_asked() -> bool:

@@ -59,7 +59,7 @@ def test_json_file_may_hold_json_lines(tmp_path, data_args):
 def test_identity_is_the_content_and_not_the_place(tmp_path, data_args):
     def identity(path: Path, text: str) -> str:
         path.write_text(text)
-        return open_sources(data_args(str(path)))[0].identity
+        return open_sources(data_args(str(path)))[0].identify()
 
     first = identity(tmp_path / "a.jsonl", '{"content": "a"}\n')
     assert identity(tmp_path / "b.jsonl", '{"content": "a"}\n') == first
@@ -72,7 +72,7 @@ def test_splits_of_a_saved_folder(tmp_path, data_args):
     datasets.DatasetDict(splits).save_to_disk(path)
     train, test = open_sources(data_args(path, dataset_test_split="test"))
     assert len(rows_of(train)) == 3 and len(rows_of(test)) == 1
-    assert train.identity != test.identity
+    assert train.identify() != test.identify()
     with pytest.raises(UserError, match=r"dataset_test_split 'dev': .*saved has the splits train, test"):
         open_sources(data_args(path, dataset_test_split="dev"))
     with pytest.raises(UserError, match=r"dataset_train_split 'dev'"):
@@ -159,8 +159,8 @@ def test_hub_id_is_loaded_with_config_and_split(tmp_path, monkeypatch, data_args
     args = data_args("owner/name", dataset_config="default", dataset_test_split="test")
     train, test = open_sources(args)
     assert [fields for _, fields in rows_of(train)] == ROWS
-    assert (train.identity, test.identity) == tuple(source.identity for source in open_sources(args))
-    assert train.identity != test.identity
+    assert (train.identify(), test.identify()) == tuple(source.identify() for source in open_sources(args))
+    assert train.identify() != test.identify()
     with pytest.raises(UserError, match="dataset_test_split 'dev'.* ValueError: Unknown split"):
         open_sources(data_args("owner/name", dataset_config="default", dataset_test_split="dev"))
 

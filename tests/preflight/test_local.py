@@ -12,7 +12,9 @@ import torch
 from recipe import preflight
 from recipe.arguments import Arguments, ModelArguments, TrainArguments, parse_arguments
 from recipe.errors import UserError
-from recipe.preflight import Found
+from recipe.preflight import Found, settings
+from recipe.preflight import disk as disk_space
+from recipe.sharding import plugin
 from tests.conftest import write_model
 
 Check = Callable[..., Found]
@@ -119,7 +121,7 @@ def test_a_problem_says_the_rule_the_value_and_the_key(changes, parts, problems)
 def test_reentrant_checkpointing_is_refused(arguments):
     data, model, train = arguments()
     train.activation_checkpointing_kwargs = {"use_reentrant": True}
-    (problem,) = preflight.unsupported(model, train)
+    (problem,) = settings.unsupported(model, train)
     assert problem.startswith("activation_checkpointing_kwargs sets use_reentrant: true")
 
 
@@ -133,7 +135,7 @@ def test_all_problems_come_in_one_error(problems, model):
         attn_implementation="flash_attention_2",
         model_name_or_path=model,
     )
-    keys = ("max_length", "global_batch_size", "optim", "attn_implementation", f"{model} has no config.json")
+    keys = ("optim", "max_length", "global_batch_size", "attn_implementation", f"{model} has no config.json")
     assert [problem[: len(key)] for problem, key in zip(found, keys, strict=True)] == list(keys)
     numbered = str(UserError(*found)).splitlines()
     assert numbered[0] == "5 problems:" and numbered[1].startswith("  1. ") and numbered[-1].startswith("  5. ")
@@ -152,7 +154,7 @@ def test_all_problems_of_the_model_come_in_one_error(problems, model, monkeypatc
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (2, 1), (2, 3), (16, 1), (16, 2), (3, 4)])
 def test_the_batch_sizes_it_suggests_are_the_nearest_that_work(world_size, micro):
     def batch(asked: int) -> list[str]:
-        return preflight.batch(TrainArguments(global_batch_size=asked, per_device_train_batch_size=micro), world_size)
+        return settings.batch(TrainArguments(global_batch_size=asked, per_device_train_batch_size=micro), world_size)
 
     together = world_size * micro
     for asked in range(3 * together + 2):
@@ -167,7 +169,7 @@ def test_the_batch_sizes_it_suggests_are_the_nearest_that_work(world_size, micro
 
 @pytest.mark.parametrize("asked", [-1, -5, -16])
 def test_a_negative_batch_is_not_answered_with_one(asked):
-    (problem,) = preflight.batch(TrainArguments(global_batch_size=asked), 4)
+    (problem,) = settings.batch(TrainArguments(global_batch_size=asked), 4)
     assert problem.endswith("set it to 4")
 
 
@@ -200,7 +202,7 @@ def test_optimizers_that_are_not_known_to_resume_are_refused(optim, problems):
 )
 def test_checkpoint_bytes_of_a_parameter(param_dtype, optim, size):
     """The master weight, and two moments: torch's in the master dtype, bitsandbytes' in fp32."""
-    assert preflight.checkpoint_bytes(ModelArguments(param_dtype=param_dtype), TrainArguments(optim=optim)) == size
+    assert disk_space.checkpoint_bytes(ModelArguments(param_dtype=param_dtype), TrainArguments(optim=optim)) == size
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_checkpointing_may_be_on_once(file, new, old, twice, monkeypatch):
     if file is not None:
         monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", file)
     train = TrainArguments(activation_checkpointing=new, gradient_checkpointing=old)
-    found = preflight.unsupported(ModelArguments(), train)
+    found = settings.unsupported(ModelArguments(), train)
     assert [problem.split(":")[0] for problem in found] == ["activation checkpointing is on twice"] * twice
 
 
@@ -260,8 +262,9 @@ def test_a_model_that_scales_its_logits_is_refused(problems, tiny_model, tmp_pat
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_evaluation_needs_both_rows_and_a_time(changes, key, problems):
-    (problem,) = problems(**changes)
+def test_evaluation_needs_both_rows_and_a_time(changes, key, arguments):
+    data, _, train = arguments(**changes)
+    (problem,) = settings.evaluation(data, train)
     assert key in problem
 
 
@@ -381,21 +384,36 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("changes", "per_parameter"),
     [
-        ({}, 12 + 2),
-        ({"export": "false"}, 12),
-        ({"export_dtype": "float32"}, 12 + 4),
+        ({}, 4 * 12 + 2),
+        ({"export": "false"}, 4 * 12),
+        ({"export_dtype": "float32"}, 4 * 12 + 4),
         ({"save_strategy": "no"}, 2),
-        ({"param_dtype": "bfloat16"}, 6 + 2),
+        ({"param_dtype": "bfloat16"}, 4 * 6 + 2),
+        ({"save_total_limit": 1}, 2 * 12 + 2),
+        ({"max_steps": 100, "save_steps": 50}, 2 * 12 + 2),
+        ({"max_steps": 100, "save_steps": 30, "save_total_limit": 1}, 2 * 12 + 2),
     ],
 )
-def test_a_disk_without_room_for_a_checkpoint_and_the_export(changes, per_parameter, check, problems, disk, tmp_path):
-    """S11: the tiny model has 37,792 parameters; the margin is a fifth."""
+def test_a_disk_without_room_for_the_checkpoints_and_the_export(
+    changes, per_parameter, check, problems, disk, tmp_path
+):
+    """S11: those that are kept (3), and the new one beside them. The tiny model has 37,792 parameters; the margin is a
+    fifth."""
     needed = int(1.2 * 37_792 * per_parameter)
     disk(needed)
     check(**changes)
     disk(needed - 1)
     (problem,) = problems(**changes)
     assert problem.startswith(f"{tmp_path} has 0.0 GB free") and "set output_dir to a larger disk" in problem
+
+
+def test_checkpoints_that_are_there_need_no_room_again(check, problems, disk, tmp_path):
+    needed = int(1.2 * 37_792 * (2 * 12 + 2))
+    disk(needed)
+    assert "4 checkpoints" in problems()[0]
+    for step in (100, 200):
+        (tmp_path / f"runs/new/checkpoint-{step}").mkdir(parents=True)
+    check()
 
 
 def test_a_folder_that_cannot_be_written_to(problems, tmp_path, monkeypatch):
@@ -482,6 +500,36 @@ def test_an_accelerate_file_that_does_not_do(changes, parts, problems, launched)
     (problem,) = problems(launched=True)
     for part in parts:
         assert part in problem
+
+
+def test_a_rank_for_each_gpu_and_the_devices_that_were_asked_for(launched):
+    """N2, and law 1: never on CPUs because a driver is broken, never twice on one GPU."""
+    launched(LOCAL_WORLD_SIZE="8", ACCELERATE_USE_CPU="false")
+    assert plugin.device_problems(8) == []
+    (problem,) = plugin.device_problems(4)
+    assert problem == "8 ranks were started here and there are 4 GPUs; start a rank for each GPU"
+    (problem,) = plugin.device_problems(0)
+    assert problem.startswith("the accelerate file asks for GPUs and there is none")
+    launched(LOCAL_WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
+    assert plugin.device_problems(0) == []
+    (problem,) = plugin.device_problems(8)
+    assert problem.startswith("the accelerate file has use_cpu: true and there are 8 GPUs")
+
+
+@pytest.mark.parametrize(("hang", "ddp"), [(1800, 7200), (0, 1)])
+def test_a_watchdog_that_speaks_first(hang, ddp):
+    assert settings.timeouts(TrainArguments(hang_timeout=hang, ddp_timeout=ddp)) == []
+
+
+@pytest.mark.parametrize(("hang", "ddp"), [(1800, 1800), (1800, 600), (-1, 600)])
+def test_a_watchdog_that_a_collective_would_forestall(hang, ddp):
+    (problem,) = settings.timeouts(TrainArguments(hang_timeout=hang, ddp_timeout=ddp))
+    assert problem.startswith(f"hang_timeout {hang}") or problem.startswith(f"hang_timeout is {hang}")
+
+
+def test_data_that_are_not_at_hand(problems, tmp_path):
+    (problem,) = problems(dataset_name=tmp_path / "none.jsonl")
+    assert problem.startswith(f"dataset_name '{tmp_path}/none.jsonl': no such file or folder")
 
 
 def test_a_check_from_a_shell_looks_at_no_launcher(check, launched):

@@ -1,0 +1,134 @@
+"""`accelerate launch` for one node of a run, with what it lacks on a cluster.
+
+    python -m recipe.launch [options of accelerate launch] -m recipe.train --config CONFIG
+
+- It leaves with the exit code of the rank that failed first (accelerate's is always 1), so that a batch script can tell
+  a request to stop, a user's mistake and a crash apart.
+- SIGUSR1 and SIGTERM reach the ranks as a request to stop (`recipe.stopping`). A scheduler signals only the launcher,
+  and PyTorch's answers SIGTERM by killing its ranks within 30 seconds, in the middle of a checkpoint.
+- When a rank fails the others are ended at once, and what the first said is written last, and to FAILURES.
+
+It takes from the environment:
+  STOP_FILES  files that ask the ranks to stop, separated by colons; the launcher's own is added to them
+  FAILURES    folder for one report a failed rank, whose names sort by what failed first (default: none)
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from accelerate.commands.config import load_config_from_file
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing import api as elastic
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from recipe.errors import REPORTED, UserError
+from recipe.stopping import EXIT_CODES, STOP_FILES
+
+# Ends a rank that others are waiting for no more. Nothing handles it, so the default (to end) holds; ranks answer
+# SIGTERM, PyTorch's choice, by trying to save, which they cannot do without the rank that failed.
+TEARDOWN = signal.SIGUSR2
+# A rank that these killed did not die of what another rank did.
+_OWN_DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+# What all ranks say alike: it matters what, and not which rank.
+PLAIN = (UserError.exit_code, *EXIT_CODES.values())
+
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """One failed rank; the least is what failed first."""
+
+    later: bool
+    seconds: float
+    rank: int
+    exit_code: int
+    text: str
+
+    @classmethod
+    def of(cls, rank: int, failure: ProcessFailure) -> "Failure":
+        path = Path(failure.error_file)
+        recorded = path.is_file()
+        text = _recorded(path) if recorded else _unrecorded(failure)
+        code, host = failure.exitcode, socket.gethostname()
+        return cls(
+            later=-code not in _OWN_DEATHS,
+            seconds=path.stat().st_mtime if recorded else time.time(),
+            rank=rank,
+            exit_code=code if code > 0 else 128 - code,
+            text=text.strip() if code in PLAIN else f"failed, first of all rank {rank} on {host}: {text.strip()}",
+        )
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{int(self.later)}-{self.seconds:.6f}-rank{self.rank}-code{self.exit_code}.txt"
+        (folder / name).write_text(self.text + "\n")
+
+
+def _recorded(path: Path) -> str:
+    """What `recipe.errors.record` wrote."""
+    return json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
+
+
+def _unrecorded(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        hint = " (out of memory? the kernel's log says)" if -failure.exitcode == signal.SIGKILL else ""
+        return f"killed by {failure.signal_name()}{hint}"
+    return f"exit code {failure.exitcode}; its log says why"
+
+
+def main(argv: list[str]) -> int:
+    """Launch this node's ranks and wait for them; returns the exit code of the one that failed first, or 0."""
+    _pass_on_requests()
+    # Ours: SIGTERM is answered above. (torch.distributed.run reads its options from PET_*.)
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
+    os.environ[REPORTED] = "1"
+    elastic._get_default_signal = lambda: TEARDOWN
+    logging.getLogger(elastic.__name__).setLevel(logging.CRITICAL)  # `report` says it
+    args = launch_command_parser().parse_args(argv)
+    # Accelerate does not tell FSDP's ranks; they would take what they find, CPUs where a driver is broken.
+    on_cpu = args.cpu or (args.config_file and load_config_from_file(args.config_file).use_cpu)
+    os.environ["ACCELERATE_USE_CPU"] = str(bool(on_cpu)).lower()
+    try:
+        launch_command(args)
+    except ChildFailedError as error:
+        ended = error.failures.items()
+        return report(sorted(Failure.of(rank, it) for rank, it in ended if it.exitcode != -TEARDOWN))
+    except elastic.SignalException as error:
+        return 128 + error.sigval
+    except ConnectionError as error:  # the port that was asked for is in use
+        print(f"recipe: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _pass_on_requests() -> None:
+    path = Path(tempfile.mkdtemp(prefix="recipe-launch-")) / "stop"
+    os.environ[STOP_FILES] = ":".join(filter(None, [os.environ.get(STOP_FILES), str(path)]))
+
+    def ask(number: int, _: FrameType | None) -> None:
+        path.write_text(signal.Signals(number).name)
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGUSR1, ask)
+
+
+def report(failures: list[Failure]) -> int:
+    """Say what failed first; returns its exit code."""
+    first, folder = failures[0], os.environ.get("FAILURES")
+    for failure in failures:
+        if folder and failure.exit_code not in EXIT_CODES.values():
+            failure.write(Path(folder))
+    print(f"recipe: {first.text}", file=sys.stderr, flush=True)
+    return first.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

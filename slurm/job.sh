@@ -1,0 +1,121 @@
+# The body of a batch job, sourced by the scripts beside it: one task a node, each runs launch/node.sh. It takes
+#   project  the project's folder
+#   config   the configuration where the command line gives none
+#
+# A request to stop (the time limit nears, or `scancel --batch --signal=USR1 JOB`) arrives here as SIGUSR1. Under
+# proctrack/cgroup, what clusters run, a signal to the tasks reaches their launchers alone, so this script writes the
+# request into a file that every rank polls. The ranks save at the next step and leave with exit code 75; the job is then
+# requeued and goes on from that checkpoint. Nothing else is requeued by this script: a bad config fails the same way
+# again, and a crash wants to be looked at. (Slurm itself requeues a job whose node died or that was pre-empted.)
+# shellcheck shell=bash
+set -euo pipefail
+
+stop_code=75 # recipe/stopping.py
+job=$SLURM_JOB_NAME-$SLURM_JOB_ID
+start=${SLURM_RESTART_COUNT:-0}
+
+say() {
+    printf '%s %s: %s\n' "$(date '+%F %T')" "$job" "$*"
+}
+
+cd "${project:?sourced by the scripts beside it}"
+
+# Arrays that a site may fill; see site.env.example.
+SRUN_ARGS=()
+IN_CONTAINER=()
+if [[ -f slurm/site.env ]]; then
+    # shellcheck source=site.env.example
+    source slurm/site.env
+fi
+
+if [[ $# -gt 0 && $1 != -* ]]; then
+    config=$1
+    shift
+fi
+
+# -- where the ranks meet ---------------------------------------------------------------------------------------------
+
+export NUM_NODES=$SLURM_JOB_NUM_NODES
+if ! command -v scontrol >/dev/null; then
+    say "no scontrol on PATH, which names the first node; load Slurm's module in slurm/site.env" >&2
+    exit 2
+fi
+# By name, never localhost: the other nodes have to reach it.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+# Two jobs on one node have different ids. Below 32768, where Linux begins to hand ports out by itself.
+export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+# From what Slurm gave (--gpus-per-node), so that it is written once.
+export RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:?ask for GPUs (--gpus-per-node), or set RANKS_PER_NODE}}
+
+# -- environment of the ranks; site.env may have set each ---------------------------------------------------------------
+
+# Compute nodes often have no network, and 16 ranks that ask the hub at once are turned away where they have one.
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+# Python would hold lines back while it writes to a file, and the last ones are what a post-mortem is about.
+export PYTHONUNBUFFERED=1
+# Only what goes wrong; INFO is for the first job on a new cluster (it names the network that NCCL took).
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# A failed collective ends the process instead of leaving it to wait for its peers.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
+# A node's cores are shared by its ranks, whose tokenizing and checkpoint writing use threads.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+    threads=$((SLURM_CPUS_PER_TASK / RANKS_PER_NODE))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+fi
+
+# -- run ----------------------------------------------------------------------------------------------------------------
+
+logs=$project/logs/$job
+mkdir -p "$logs"
+# Of this start alone: a request that an earlier start obeyed must not stop this one. It exists from the beginning, since
+# a network file system may hide a new file for a minute, but not what is in an old one.
+export STOP_FILES=$logs/stop.$start
+: >"$STOP_FILES"
+export FAILURES=$logs/failed.$start
+rm -rf "$FAILURES"
+
+# shellcheck disable=SC2329 # the traps call it
+stop() {
+    say "$1: asked the ranks to $2"
+    echo "$1" >"$STOP_FILES"
+}
+trap 'stop USR1 "save and come back"' USR1
+# From scancel or a pre-emption. Slurm sends it to the tasks too, and decides what comes next.
+trap 'stop TERM "save and leave"' TERM
+
+say "start $start: $NUM_NODES nodes ($SLURM_JOB_NODELIST) x $RANKS_PER_NODE ranks, $config $*; nodes' logs: $logs"
+# In the background, so that a signal is heard while it runs. A node that fails takes the others with it: they would wait
+# for it until their collectives time out.
+srun --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+    --output="$logs/node%n.log" --open-mode=append "${SRUN_ARGS[@]}" \
+    "${IN_CONTAINER[@]}" bash launch/node.sh "$config" "$@" &
+task=$!
+# A trap ends `wait` before srun has ended; asked again, it gives srun's code.
+while wait "$task" || true; kill -0 "$task" 2>/dev/null; do :; done
+code=0
+wait "$task" || code=$?
+
+if ((code == 0)); then
+    say "done"
+elif ((code == stop_code)); then
+    say "stopped as asked; requeued"
+    scontrol requeue "$SLURM_JOB_ID" || say "could not be requeued (--no-requeue?): sbatch it again, it goes on" >&2
+else
+    # Named so that what failed first comes first; srun's code is the highest, which may be that of a task it ended itself.
+    reports=("$FAILURES"/*-code*.txt)
+    first=${reports[0]}
+    if [[ -f $first ]]; then
+        code=${first##*-code}
+        code=${code%.txt}
+    fi
+    say "failed with exit code $code"
+    if [[ -f $first ]]; then
+        cat "$first"
+        for report in "${reports[@]:1}"; do
+            cmp -s "$first" "$report" || printf '%s ... %s\n' "$(head -n 1 "$report")" "$(tail -n 1 "$report")"
+        done
+    fi
+    say "more in $logs"
+fi
+exit "$code"
