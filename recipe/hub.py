@@ -125,7 +125,7 @@ def _fetch(name: str, revision: str | None, download: bool, state: str) -> tuple
     if not awaited:
         return folder, []
     return folder, [
-        f"warning: {len(awaited)} of {len(weights)} weight files of {_label(name, revision)} "
+        f"{len(awaited)} of {len(weights)} weight files of {_label(name, revision)} "
         f"({sum(sizes[file] for file in awaited) / 1e9:.1f} GB) are not in the hub's cache ({constants.HF_HUB_CACHE}), "
         f"and the job would have to download them; run `{_command(name, revision)}` before"
     ]

@@ -6,11 +6,12 @@
   a request to stop, a user's mistake and a crash apart.
 - SIGUSR1 and SIGTERM reach the ranks as a request to stop (`recipe.stopping`). A scheduler signals only the launcher,
   and PyTorch's answers SIGTERM by killing its ranks within 30 seconds, in the middle of a checkpoint.
-- When a rank fails the others are ended at once, and what the first said is written last, and to FAILURES.
+- When a rank fails the others are ended at once, and what the first said is written last, and to REPORTS.
 
 It takes from the environment:
   STOP_FILES  files that ask the ranks to stop, separated by colons; the launcher's own is added to them
-  FAILURES    folder for one report a failed rank, whose names sort by what failed first (default: none)
+  REPORTS     folder for one report a rank that ended otherwise than well, whose names sort by what came first and end
+              in the exit code (default: none)
 """
 
 import json
@@ -43,8 +44,8 @@ PLAIN = (UserError.exit_code, *EXIT_CODES.values())
 
 
 @dataclass(frozen=True, order=True)
-class Failure:
-    """One failed rank; the least is what failed first."""
+class Ending:
+    """How a rank ended, if not well; the least of several is what came first."""
 
     later: bool
     seconds: float
@@ -53,7 +54,7 @@ class Failure:
     text: str
 
     @classmethod
-    def of(cls, rank: int, failure: ProcessFailure) -> "Failure":
+    def of(cls, rank: int, failure: ProcessFailure) -> "Ending":
         path = Path(failure.error_file)
         recorded = path.is_file()
         text = _recorded(path) if recorded else _unrecorded(failure)
@@ -63,7 +64,7 @@ class Failure:
             seconds=path.stat().st_mtime if recorded else time.time(),
             rank=rank,
             exit_code=code if code > 0 else 128 - code,
-            text=text.strip() if code in PLAIN else f"failed, first of all rank {rank} on {host}: {text.strip()}",
+            text=text.strip() if code in PLAIN else f"rank {rank} on {host}: {text.strip()}",
         )
 
     def write(self, folder: Path) -> None:
@@ -100,7 +101,7 @@ def main(argv: list[str]) -> int:
         launch_command(args)
     except ChildFailedError as error:
         ended = error.failures.items()
-        return report(sorted(Failure.of(rank, it) for rank, it in ended if it.exitcode != -TEARDOWN))
+        return report(sorted(Ending.of(rank, it) for rank, it in ended if it.exitcode != -TEARDOWN))
     except elastic.SignalException as error:
         return 128 + error.sigval
     except ConnectionError as error:  # the port that was asked for is in use
@@ -120,15 +121,17 @@ def _pass_on_requests() -> None:
     signal.signal(signal.SIGUSR1, ask)
 
 
-def report(failures: list[Failure]) -> int:
-    """Say what failed first; returns its exit code."""
-    first, folder = failures[0], os.environ.get("FAILURES")
-    for failure in failures:
-        if folder and failure.exit_code not in EXIT_CODES.values():
-            failure.write(Path(folder))
-    print(f"recipe: {first.text}", file=sys.stderr, flush=True)
+def report(endings: list[Ending]) -> int:
+    """Say what came first; returns its exit code."""
+    first, folder = endings[0], os.environ.get("REPORTS")
+    for ending in endings if folder else ():
+        ending.write(Path(folder or ""))
+    failed = "" if first.exit_code in PLAIN else "failed, first of all "
+    print(f"recipe: {failed}{first.text}", file=sys.stderr, flush=True)
     return first.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    # Not by sys.exit: a SIGTERM ends a Python that winds up, and srun sends one when another node was first.
+    os._exit(code)

@@ -28,11 +28,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def resolve_folder(args: ModelArguments, download: bool = True) -> Path:
-    """`find_folder` for callers without a use for its warnings; there are none where `download` is true."""
-    return find_folder(args, download)[0]
-
-
 def find_folder(args: ModelArguments, download: bool) -> tuple[Path, list[str]]:
     """The local folder of the model's files, and warnings; a hub id is looked up in (or fetched to) the hub's cache.
 

@@ -42,7 +42,7 @@ class Watchdog:
     def __init__(self, rendezvous: Rendezvous, timeout: float, end: Callable[[Hang], Any]):
         self.rendezvous, self.timeout, self.end = rendezvous, timeout, end
         self.progress, self.phase = 0, "starting"
-        self.interval = min(5.0, timeout / 4)
+        self.interval = min(1.0, timeout / 8)
         self._published = 0
         if timeout > 0:
             threading.Thread(target=self._watch, daemon=True, name=NAME).start()
@@ -76,7 +76,9 @@ class Watchdog:
 
     def _report(self, idle: float) -> str:
         before = self._read()
-        time.sleep(2.5 * self.interval)  # every thread that is alive has published again by then
+        for _ in range(3):  # every thread that is alive publishes again meanwhile, those that report too
+            time.sleep(self.interval)
+            self._publish(idle)
         return describe(before, self._read(), idle)
 
     def _read(self) -> list[dict[str, Any] | None]:
@@ -103,7 +105,7 @@ def describe(before: list[dict[str, Any] | None], after: list[dict[str, Any] | N
 def _line(rank: int, state: dict[str, Any] | None) -> str:
     if state is None:
         return f"rank {rank}, of which nothing was ever heard"
-    return f"rank {rank} on {state['node']}, last in phase '{state['phase']}'"
+    return f"rank {rank} on {state['node']}, last heard of in phase '{state['phase']}'"
 
 
 def end_process(hang: Hang) -> None:

@@ -72,17 +72,16 @@ mkdir -p "$logs"
 # a network file system may hide a new file for a minute, but not what is in an old one.
 export STOP_FILES=$logs/stop.$start
 : >"$STOP_FILES"
-export FAILURES=$logs/failed.$start
-rm -rf "$FAILURES"
+export REPORTS=$logs/ended.$start
 
 # shellcheck disable=SC2329 # the traps call it
 stop() {
     say "$1: asked the ranks to $2"
     echo "$1" >"$STOP_FILES"
 }
-trap 'stop USR1 "save and come back"' USR1
+trap 'stop SIGUSR1 "save and come back"' USR1
 # From scancel or a pre-emption. Slurm sends it to the tasks too, and decides what comes next.
-trap 'stop TERM "save and leave"' TERM
+trap 'stop SIGTERM "save and leave"' TERM
 
 say "start $start: $NUM_NODES nodes ($SLURM_JOB_NODELIST) x $RANKS_PER_NODE ranks, $config $*; nodes' logs: $logs"
 # In the background, so that a signal is heard while it runs. A node that fails takes the others with it: they would wait
@@ -96,19 +95,21 @@ while wait "$task" || true; kill -0 "$task" 2>/dev/null; do :; done
 code=0
 wait "$task" || code=$?
 
+# srun's code is the highest of all tasks, which may be that of a task that it ended itself. The ranks' reports are named so
+# that what came first comes first.
+reports=("$REPORTS"/*-code*.txt)
+first=${reports[0]}
+if ((code != 0)) && [[ -f $first ]]; then
+    code=${first##*-code}
+    code=${code%.txt}
+fi
+
 if ((code == 0)); then
     say "done"
 elif ((code == stop_code)); then
-    say "stopped as asked; requeued"
+    say "stopped as asked; requeued. $(cat "$first" 2>/dev/null || true)"
     scontrol requeue "$SLURM_JOB_ID" || say "could not be requeued (--no-requeue?): sbatch it again, it goes on" >&2
 else
-    # Named so that what failed first comes first; srun's code is the highest, which may be that of a task it ended itself.
-    reports=("$FAILURES"/*-code*.txt)
-    first=${reports[0]}
-    if [[ -f $first ]]; then
-        code=${first##*-code}
-        code=${code%.txt}
-    fi
     say "failed with exit code $code"
     if [[ -f $first ]]; then
         cat "$first"

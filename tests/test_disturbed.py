@@ -68,7 +68,7 @@ def test_sigterm_saves_and_leaves(launch: Launcher, tmp_path: Path) -> None:
 def test_a_request_in_a_file_stops_a_start_that_has_not_begun(launch: Launcher, tmp_path: Path) -> None:
     """As the batch script writes it; the ranks were not even there."""
     file = tmp_path / "stop"
-    file.write_text("USR1\n")
+    file.write_text("SIGUSR1\n")
     stopped = launch(tmp_path / "run", disturb="", env={"STOP_FILES": str(file)}, **KEYS)
     assert stopped.code == COME_BACK and not (tmp_path / "run").exists()
 
@@ -91,15 +91,15 @@ def test_a_rank_that_dies_takes_the_others_with_it(
     what: str, code: int, said: list[str], launch: Launcher, tmp_path: Path
 ) -> None:
     """N7: within a minute, with the failing rank's own words last, and the checkpoint before it unharmed."""
-    env = {"FAILURES": str(tmp_path / "failures")}
+    env = {"REPORTS": str(tmp_path / "reports")}
     began = time.monotonic()
     run = launch(tmp_path / "run", disturb=f"1:training step 4:{what}", env=env, **KEYS)
     assert time.monotonic() - began < 60
     assert run.code == code
     last = run.log[run.log.rindex("recipe: failed") :]
     assert all(text in last for text in said), last
-    reports = sorted((tmp_path / "failures").iterdir())
-    assert said[1] in reports[0].read_text() and "rank1" in reports[0].name
+    reports = sorted((tmp_path / "reports").iterdir())
+    assert reports[0].read_text().startswith("rank 1 on ") and said[1] in reports[0].read_text()
     checkpoint, _ = newest_complete(tmp_path / "run")
     assert checkpoint is not None and checkpoint.name == "checkpoint-2"
 
@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_is_named(rank: int, launch: Launcher, tmp_path: Path)
     run = launch(tmp_path / "run", disturb=f"{rank}:training step 4:SIGSTOP", hang_timeout=8, **KEYS)
     assert time.monotonic() - began < 120 and run.code == 1
     assert f"Held up by rank {rank} on" in run.log and "(silent: frozen, or its node is out of reach)" in run.log
-    assert "last in phase 'training step 4'" in run.log
+    assert "last heard of in phase 'training step 4'" in run.log
     assert "Timeout" not in run.log, "the collective had not given up yet"
 
 

@@ -16,7 +16,6 @@ from recipe.model import (
     load_generation_config,
     load_tokenizer,
     meta_model,
-    resolve_folder,
     torch_dtype,
     vocabulary_problems,
 )
@@ -32,11 +31,10 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_taken_as_it_is(tiny_model, monkeypatch):
-    assert resolve_folder(ModelArguments(model_name_or_path=str(tiny_model))) == tiny_model
     assert find_folder(ModelArguments(model_name_or_path=str(tiny_model)), download=False) == (tiny_model, [])
     monkeypatch.chdir(tiny_model.parent.parent)
     relative = f"{tiny_model.parent.name}/{tiny_model.name}"
-    assert resolve_folder(ModelArguments(model_name_or_path=relative)) == Path(relative), (
+    assert find_folder(ModelArguments(model_name_or_path=relative), download=False)[0] == Path(relative), (
         "though it looks like a hub id"
     )
 
@@ -44,26 +42,25 @@ def test_a_folder_is_taken_as_it_is(tiny_model, monkeypatch):
 @pytest.mark.parametrize("name", ["/no/such/folder", "./models/tiny", "~/models", "models/llama/7b", "llama"])
 def test_what_can_be_no_hub_id_is_not_looked_up(name):
     with pytest.raises(UserError, match="is no folder and no hub id"):
-        resolve_folder(ModelArguments(model_name_or_path=name))
+        find_folder(ModelArguments(model_name_or_path=name), download=False)
 
 
 def test_a_hub_id_is_looked_up_in_the_cache(monkeypatch, tmp_path):
     """N6: offline, without a request."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="is not in the hub's cache"):
-        resolve_folder(ModelArguments(model_name_or_path="nobody/nothing"))
+        find_folder(ModelArguments(model_name_or_path="nobody/nothing"), download=False)
 
 
 def test_a_check_of_a_hub_id_gets_the_warnings(tiny_model, monkeypatch):
     monkeypatch.setattr("recipe.hub.resolve", lambda *asked: (tiny_model, [str(asked)]))
     args = ModelArguments(model_name_or_path="owner/model", model_revision="v1")
     assert find_folder(args, download=False) == (tiny_model, ["('owner/model', 'v1', False)"])
-    assert resolve_folder(args) == tiny_model
 
 
 def test_no_model_is_named():
     with pytest.raises(UserError, match="set model_name_or_path"):
-        resolve_folder(ModelArguments())
+        find_folder(ModelArguments(), download=False)
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------

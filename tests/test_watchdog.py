@@ -14,17 +14,17 @@ def test_a_silent_rank_holds_up_the_others_however_far_it_is() -> None:
     after = [state(9, 2), state(9, 2), state(9, node="node2"), state(9, 2)]
     first, *others = describe(before, after, 30.0).splitlines()
     assert first == (
-        "no progress for 30 s (hang_timeout). Held up by rank 2 on node2, last in phase 'training step 7' (silent: "
-        "frozen, or its node is out of reach)"
+        "no progress for 30 s (hang_timeout). Held up by rank 2 on node2, last heard of in phase 'training step 7' "
+        "(silent: frozen, or its node is out of reach)"
     )
-    assert len(others) == 3 and others[0] == "  rank 0 on node1, last in phase 'training step 7'"
+    assert len(others) == 3 and others[0] == "  rank 0 on node1, last heard of in phase 'training step 7'"
 
 
 def test_a_rank_that_is_alive_and_behind() -> None:
     before = [state(9), state(8, phase="reading the batch of step 7")]
     after = [state(9, 2), state(8, 2, phase="reading the batch of step 7")]
     text = describe(before, after, 30.0)
-    assert "Held up by rank 1 on node1, last in phase 'reading the batch of step 7' (alive and furthest behind)" in text
+    assert "Held up by rank 1 on node1, last heard of in phase 'reading the batch of step 7' (alive and furth" in text
 
 
 def test_ranks_that_are_all_as_far() -> None:

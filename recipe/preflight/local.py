@@ -82,7 +82,8 @@ def _read_model(
 ) -> Found:
     """What can be read of the model; what is wrong with it goes into `report`. Raises `UserError` where nothing can be
     read."""
-    folder = models.resolve_folder(model)
+    folder, awaited = models.find_folder(model, download=launched)  # a check from a shell fetches no weights
+    report.warnings += awaited
     config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
     master_dtype = models.torch_dtype(model.param_dtype)
     # The attention has been checked, and may be one that cannot be built here; shapes do not depend on it.
@@ -96,7 +97,7 @@ def _read_model(
     generation = GenerationConfig()
     try:
         generation = models.load_generation_config(folder, tokenizer)
-        report.problems += Weights(folder).problems(fresh)
+        report.problems += [] if awaited else Weights(folder).problems(fresh)
     except UserError as error:
         report.problems += error.problems
     report.problems += disk.space_problems(fresh, model, train)

@@ -33,7 +33,7 @@ def costs(model: ModelArguments) -> list[str]:
     if model.param_dtype != "bfloat16":
         return []
     return [
-        "warning: param_dtype is bfloat16: weights keep 8 bits, so updates smaller than about 1/256 of a weight are "
+        "param_dtype is bfloat16: weights keep 8 bits, so updates smaller than about 1/256 of a weight are "
         "lost, and torch's Adam keeps its moments in bf16 too; float32 trains better where it fits"
     ]
 

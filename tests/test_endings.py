@@ -8,20 +8,20 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from recipe.errors import record
-from recipe.launch import Failure, report
+from recipe.launch import Ending, report
 
 
 @pytest.fixture
 def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A rank that ended with `code` and recorded `text` (None: nothing) at `seconds`."""
 
-    def failed(rank: int, code: int, text: str | None = None, seconds: float = 0.0) -> Failure:
+    def failed(rank: int, code: int, text: str | None = None, seconds: float = 0.0) -> Ending:
         path = tmp_path / f"error-{rank}.json"
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         if text is not None:
             record(text)
             os.utime(path, (seconds, seconds))
-        return Failure.of(rank, ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(path)))
+        return Ending.of(rank, ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(path)))
 
     return failed
 
@@ -43,11 +43,11 @@ def test_a_rank_that_recorded_nothing(failed) -> None:
     assert "exit code 7; its log says why" in failed(1, 7).text
 
 
-@pytest.mark.parametrize(("code", "left"), [(1, True), (2, True), (75, False), (143, False)])
-def test_what_is_left_for_the_batch_script(code, left, failed, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("FAILURES", str(tmp_path / "failures"))
+@pytest.mark.parametrize("code", [1, 2, 75, 143])
+def test_what_is_left_for_the_batch_script(code, failed, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("REPORTS", str(tmp_path / "reports"))
     assert report([failed(2, code, "what it said", seconds=5.0)]) == code
-    reports = list((tmp_path / "failures").glob("*"))
-    assert [path.name for path in reports] == [f"1-5.000000-rank2-code{code}.txt"] * left
+    reports = list((tmp_path / "reports").glob("*"))
+    assert [path.name for path in reports] == [f"1-5.000000-rank2-code{code}.txt"]
     said = capsys.readouterr().err
     assert said.startswith("recipe: failed, first of all rank 2 on " if code == 1 else "recipe: what it said")
