@@ -56,6 +56,11 @@ install() {
 }
 
 if ! installed; then
+    if [[ -d $VENV && ! -w $VENV ]]; then
+        echo "recipe: $VENV cannot be written to and was made for another pyproject.toml or constraints.txt; make it" \
+            "(or its image) anew, or set VENV to a folder of yours" >&2
+        exit 2
+    fi
     mkdir -p "$VENV"
     # Two scripts that start at once on a new clone would install into one folder. (macOS has no flock.)
     exec 9>"$VENV/.lock"

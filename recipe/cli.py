@@ -5,6 +5,7 @@ A command imports what it needs when it runs, so that `recipe --help` answers at
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(takes_keys=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _check(commands.add_parser("check", allow_abbrev=False, help="list every problem of a run before it is queued"))
+    _spread(commands.add_parser("spread", help="print a spread as shell variables, for torchrun in accelerate's place"))
     _fetch(commands.add_parser("fetch", help="get a small pretrained model, without an account"))
     _quickstart(commands.add_parser("quickstart", help="the parts of launch/quickstart.sh"))
     return parser
@@ -64,6 +66,20 @@ def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu", action="store_true", help="the run's ranks have no GPU")
     parser.add_argument("--json", action="store_true", help="print problems and warnings as JSON")
     parser.set_defaults(run=run, takes_keys=True)
+
+
+def _spread(parser: argparse.ArgumentParser) -> None:
+    def run(args: argparse.Namespace) -> None:
+        from recipe.launch import environment
+
+        if not args.file.is_file():
+            raise UserError(f"{args.file} does not exist; give an accelerate file")
+        for key, value in environment(str(args.file)).items():
+            print(f"export {key}={shlex.quote(value)}")
+
+    parser.description = 'Use: eval "$(recipe spread FILE)" and then torchrun ... -m recipe.train --config CONFIG'
+    parser.add_argument("file", type=Path, metavar="FILE", help="an accelerate file, such as one of configs/accelerate")
+    parser.set_defaults(run=run)
 
 
 def _fetch(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,8 @@ from pathlib import Path
 from types import FrameType
 
 from accelerate.commands.config import load_config_from_file
-from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -94,9 +95,7 @@ def main(argv: list[str]) -> int:
     elastic._get_default_signal = lambda: TEARDOWN
     logging.getLogger(elastic.__name__).setLevel(logging.CRITICAL)  # `report` says it
     args = launch_command_parser().parse_args(argv)
-    # Accelerate does not tell FSDP's ranks; they would take what they find, CPUs where a driver is broken.
-    on_cpu = args.cpu or (args.config_file and load_config_from_file(args.config_file).use_cpu)
-    os.environ["ACCELERATE_USE_CPU"] = str(bool(on_cpu)).lower()
+    os.environ |= _device(args.config_file)
     try:
         launch_command(args)
     except ChildFailedError as error:
@@ -108,6 +107,19 @@ def main(argv: list[str]) -> int:
         print(f"recipe: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def _device(spread: str | None) -> dict[str, str]:
+    """Accelerate does not tell FSDP's ranks; they would take what they find, CPUs where a driver is broken."""
+    on_cpu = spread is not None and load_config_from_file(spread).use_cpu
+    return {"ACCELERATE_USE_CPU": str(bool(on_cpu)).lower()}
+
+
+def environment(spread: str) -> dict[str, str]:
+    """What the launcher makes of an accelerate file for its ranks, for ranks that another (torchrun) starts."""
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", spread, "script"]))
+    made = prepare_multi_gpu_env(args) | _device(spread)
+    return {key: made[key] for key in sorted(made) if key.startswith(("ACCELERATE_", "FSDP_"))}
 
 
 def _pass_on_requests() -> None:

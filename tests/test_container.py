@@ -95,6 +95,7 @@ def ignored(path: str) -> bool:
         "runs/quickstart/run/export/model.safetensors",
         "logs/slurm-1.out",
         "slurm/logs/1.err",
+        "llama70b-17.log",
         "slurm-17.out",
         "slurm/site.env",
         ".env",
