@@ -88,6 +88,9 @@ if [[ $on_cpu == true ]]; then
 else
     # Gathering and freeing a unit after the other leaves holes that the allocator cannot use without this.
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+    # Else torch compiles some small products on first use, which takes a C compiler and Python's headers on every node:
+    # https://github.com/pytorch/pytorch/issues/196977
+    export TORCH_DISABLE_NATIVE_JIT=${TORCH_DISABLE_NATIVE_JIT:-1}
 fi
 echo "recipe: node $rank of $nodes ($(uname -n)): $ranks ranks, $gpus GPUs, $(basename "$spread")" >&2
 

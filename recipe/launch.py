@@ -74,6 +74,12 @@ class Ending:
         (folder / name).write_text(self.text + "\n")
 
 
+def _torn_down(failure: ProcessFailure, teardowns: list[float]) -> bool:
+    """Whether the launcher ended the rank; it kills one that TEARDOWN does not end (a frozen one) after 30 seconds."""
+    killed_later = failure.exitcode == -signal.SIGKILL and any(failure.timestamp > began for began in teardowns)
+    return failure.exitcode == -TEARDOWN or killed_later
+
+
 def _recorded(path: Path) -> str:
     """What `recipe.errors.record` wrote."""
     return json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
@@ -92,15 +98,21 @@ def main(argv: list[str]) -> int:
     # Ours: SIGTERM is answered above. (torch.distributed.run reads its options from PET_*.)
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
     os.environ[REPORTED] = "1"
-    elastic._get_default_signal = lambda: TEARDOWN
+    teardowns: list[float] = []
+
+    def teardown_signal() -> signal.Signals:
+        teardowns.append(time.time())
+        return TEARDOWN
+
+    elastic._get_default_signal = teardown_signal
     logging.getLogger(elastic.__name__).setLevel(logging.CRITICAL)  # `report` says it
     args = launch_command_parser().parse_args(argv)
     os.environ |= _device(args.config_file)
     try:
         launch_command(args)
     except ChildFailedError as error:
-        ended = error.failures.items()
-        return report(sorted(Ending.of(rank, it) for rank, it in ended if it.exitcode != -TEARDOWN))
+        by_themselves = [(rank, it) for rank, it in error.failures.items() if not _torn_down(it, teardowns)]
+        return report(sorted(Ending.of(rank, it) for rank, it in by_themselves))
     except elastic.SignalException as error:
         return 128 + error.sigval
     except ConnectionError as error:  # the port that was asked for is in use

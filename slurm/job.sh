@@ -104,8 +104,16 @@ if ((code != 0)) && [[ -f $first ]]; then
     code=${code%.txt}
 fi
 
+# Whether start number $1 stopped before its first step (recipe/stopping.py's words).
+trained_nothing() {
+    grep -qs "nothing was trained in this start" "$logs/ended.$1"/*-code$stop_code.txt
+}
+
 if ((code == 0)); then
     say "done"
+elif ((code == stop_code)) && trained_nothing "$start" && trained_nothing $((start - 1)); then
+    say "two starts in a row were stopped before their first step, a third would be too; not requeued. Give a longer" \
+        "--time, or a shorter --signal=B:USR1@SECONDS"
 elif ((code == stop_code)); then
     say "stopped as asked; requeued. $(cat "$first" 2>/dev/null || true)"
     scontrol requeue "$SLURM_JOB_ID" || say "could not be requeued (--no-requeue?): sbatch it again, it goes on" >&2

@@ -54,10 +54,10 @@ def test_asked_on_one_rank_all_stop_at_the_same_step_and_come_back(
     checkpoint, passed_over = newest_complete(tmp_path / "run")
     assert not passed_over and not list((tmp_path / "run").glob("*.tmp/manifest.json"))
     assert (checkpoint and checkpoint.name) == (step and f"checkpoint-{step}")
+    assert not (tmp_path / "run/export").exists()
     if step:
         assert [line["step"] for line in losses(stopped)] == list(range(1, step + 1))
-    assert not (tmp_path / "run/export").exists()
-    assert same(launch(tmp_path / "run", disturb="", **KEYS).ok(), whole)
+        assert same(launch(tmp_path / "run", disturb="", **KEYS).ok(), whole)
 
 
 def test_sigterm_saves_and_leaves(launch: Launcher, tmp_path: Path) -> None:
@@ -104,12 +104,11 @@ def test_a_rank_that_dies_takes_the_others_with_it(
     assert checkpoint is not None and checkpoint.name == "checkpoint-2"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_hangs_is_named(rank: int, launch: Launcher, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named(launch: Launcher, tmp_path: Path) -> None:
     began = time.monotonic()
-    run = launch(tmp_path / "run", disturb=f"{rank}:training step 4:SIGSTOP", hang_timeout=8, **KEYS)
-    assert time.monotonic() - began < 120 and run.code == 1
-    assert f"Held up by rank {rank} on" in run.log and "(silent: frozen, or its node is out of reach)" in run.log
+    run = launch(tmp_path / "run", disturb="0:training step 4:SIGSTOP", hang_timeout=8, **KEYS)
+    assert time.monotonic() - began < 120 and run.code == 1, run.log[-3000:]
+    assert "recipe: failed, first of all rank 1 on " in run.log and "Held up by rank 0 on" in run.log and "(silent: frozen, or its node is out of reach)" in run.log
     assert "last heard of in phase 'training step 4'" in run.log
     assert "Timeout" not in run.log, "the collective had not given up yet"
 

@@ -59,6 +59,16 @@ def test_asked_to_stop_it_saves_is_requeued_and_ends_as_if_it_had_never_stopped(
     assert same(ended, whole)
 
 
+def test_a_time_limit_too_short_to_train_in_is_not_tried_for_ever(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path / "run", **KEYS)
+    for start in ("0", "1"):
+        job.until(lambda start=start: f": start {start}: " in job.log)
+        job.signal("--batch", "--signal=USR1")
+    job.ended("FAILED")
+    assert job.show("Restarts") == "1" and not (tmp_path / "run").exists()
+    assert "two starts in a row were stopped before their first step" in job.log
+
+
 def test_cancelled_in_a_save_it_leaves_a_checkpoint_to_go_on_from(
     whole: Finished, cluster: Cluster, tmp_path: Path
 ) -> None:
