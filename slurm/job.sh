@@ -83,7 +83,7 @@ trap 'stop SIGUSR1 "save and come back"' USR1
 # From scancel or a pre-emption. Slurm sends it to the tasks too, and decides what comes next.
 trap 'stop SIGTERM "save and leave"' TERM
 
-say "start $start: $NUM_NODES nodes ($SLURM_JOB_NODELIST) x $RANKS_PER_NODE ranks, $config $*; nodes' logs: $logs"
+say "start $start: $NUM_NODES nodes ($SLURM_JOB_NODELIST) x $RANKS_PER_NODE ranks, $config; nodes' logs: $logs"
 # In the background, so that a signal is heard while it runs. A node that fails takes the others with it: they would wait
 # for it until their collectives time out.
 srun --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \

@@ -40,11 +40,16 @@ def keys(launch: Launcher, run_dir: Path) -> list[str]:
 
 
 def test_two_nodes(launch: Launcher, tmp_path: Path) -> None:
+    """And a token that they are given appears nowhere."""
+    token = "hf_secretOfAUser"
     meet = {"NUM_NODES": "2", "RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = ["bash", "launch/node.sh", "configs/quickstart.yaml", *keys(launch, tmp_path / "run")]
-    said = together([command] * 2, [{**meet, "NODE_RANK": rank} for rank in "01"])
+    command += ["--hub_token", token, "--report_to", "tensorboard"]
+    said = together([command] * 2, [{**meet, "NODE_RANK": rank, "HF_TOKEN": token} for rank in "01"])
     assert "recipe: ranks 0-1 on " in said[0] and "2 nodes were started and they have 1 host names" in said[0]
     assert "recipe: exported to" in said[0] and "exported" not in said[1], "rank 0 speaks"
+    written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(written) > 10 and not any(token.encode() in content for content in [*written, "".join(said).encode()])
     assert (tmp_path / "run/export/model.safetensors").is_file()
 
 

@@ -8,6 +8,7 @@
 # net+uts+mount namespaces, so `hostname`, /etc/hosts and 127.0.0.1 are per node, as on real machines.
 # stop kills the set's init (one pid): the kernel then kills every daemon, step and task in it.
 # Client commands for the test-suite: PATH=$SLURMTEST_DIR/bin:$PATH (sbatch srun scancel squeue sinfo scontrol).
+# shellcheck disable=SC2016 # what is in single quotes is for the inner shell
 set -euo pipefail
 die() { echo "cluster.sh: $*" >&2; exit 1; }
 D=${SLURMTEST_DIR:-}; [ -n "$D" ] || die "set SLURMTEST_DIR"

@@ -126,6 +126,8 @@ def cluster(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ignored = shutil.ignore_patterns(".git", ".venv", "runs", "logs", "*.log", "site.env", ".*_cache", "__pycache__")
     shutil.copytree(ROOT, project, ignore=ignored)
     venv = Path(sys.executable).parent.parent
+    # Up to date, or the first job would install the copy of the project into it.
+    subprocess.run(["bash", ROOT / "launch/env.sh"], env={**os.environ, "VENV": str(venv)}, check=True)
     (project / "slurm/site.env").write_text(f"export SPREAD=fsdp1_cpu_2rank VENV={venv} OMP_NUM_THREADS=1\n")
     home = Path(tempfile.mkdtemp(dir="/tmp", prefix="slurm-"))  # a short path: sockets lie under it
     script = project / "tests/cluster/cluster.sh"
