@@ -6,4 +6,4 @@
 # CONFIG is a run's YAML file; each --key overrides it. The same command again goes on from the newest checkpoint.
 # It takes SPREAD and RANKS_PER_NODE from the environment (see node.sh).
 set -euo pipefail
-NUM_NODES=1 exec bash "$(dirname "${BASH_SOURCE[0]}")/node.sh" "$@"
+NUM_NODES=1 NODE_RANK=0 exec bash "$(dirname "${BASH_SOURCE[0]}")/node.sh" "$@"

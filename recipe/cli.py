@@ -49,7 +49,10 @@ def _check(parser: argparse.ArgumentParser) -> None:
         from recipe import preflight
         from recipe.arguments import parse_arguments
 
-        report = preflight.inspect(parse_arguments(keys), args.world_size, on_gpu=not args.cpu, launched=False)
+        try:
+            report = preflight.inspect(parse_arguments(keys), args.world_size, on_gpu=not args.cpu, launched=False)
+        except UserError as error:  # keys that are not known
+            report = preflight.Report(problems=error.problems)
         if args.world_size is None:
             report.warnings.append("the number of ranks is not known, so global_batch_size was not held against it")
         if args.json:

@@ -38,9 +38,13 @@ def raise_if(problems: Iterable[str]) -> None:
 REPORTED = "RECIPE_REPORTED"  # set where the launcher prints what `record` was given (`recipe.launch`)
 
 
-def record(text: str) -> None:
-    """Leave `text` where torch's elastic launcher looks for why a rank ended (its error file's format)."""
+def record(text: str, exit_code: int) -> None:
+    """Leave `text`, and the code that the rank is about to end with, where torch's elastic launcher looks for why it
+    ended (in its error file's format). Whole or not at all: the launcher may end a rank at any moment, and fails on a
+    part of a file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "exit_code": exit_code}
+        draft = Path(f"{path}.tmp")
+        draft.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        draft.replace(path)

@@ -9,7 +9,7 @@
 - When a rank fails the others are ended at once, and what the first said is written last, and to REPORTS.
 
 It takes from the environment:
-  STOP_FILES  files that ask the ranks to stop, separated by colons; the launcher's own is added to them
+  STOP_FILES  files that ask the ranks to stop, a line each; the launcher's own is added to them
   REPORTS     folder for one report a rank that ended otherwise than well, whose names sort by what came first and end
               in the exit code (default: none)
 """
@@ -17,6 +17,7 @@ It takes from the environment:
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -33,7 +34,7 @@ from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from recipe.errors import REPORTED, UserError
-from recipe.stopping import EXIT_CODES, STOP_FILES
+from recipe.stopping import EXIT_CODES, LEAVE, STOP_FILES
 
 # Ends a rank that others are waiting for no more. Nothing handles it, so the default (to end) holds; ranks answer
 # SIGTERM, PyTorch's choice, by trying to save, which they cannot do without the rank that failed.
@@ -48,7 +49,7 @@ PLAIN = (UserError.exit_code, *EXIT_CODES.values())
 class Ending:
     """How a rank ended, if not well; the least of several is what came first."""
 
-    later: bool
+    rather: int  # 0 died by itself, 1 anything else, 2 left because it was told to
     seconds: float
     rank: int
     exit_code: int
@@ -57,32 +58,29 @@ class Ending:
     @classmethod
     def of(cls, rank: int, failure: ProcessFailure) -> "Ending":
         path = Path(failure.error_file)
-        recorded = path.is_file()
-        text = _recorded(path) if recorded else _unrecorded(failure)
-        code, host = failure.exitcode, socket.gethostname()
-        return cls(
-            later=-code not in _OWN_DEATHS,
-            seconds=path.stat().st_mtime if recorded else time.time(),
-            rank=rank,
-            exit_code=code if code > 0 else 128 - code,
-            text=text.strip() if code in PLAIN else f"rank {rank} on {host}: {text.strip()}",
-        )
+        if path.is_file():
+            seconds = path.stat().st_mtime
+            extra = json.loads(path.read_text())["message"]["extraInfo"]  # what recipe.errors.record wrote
+            text, code = extra["py_callstack"].strip(), extra["exit_code"]
+        else:
+            seconds, text = float(failure.timestamp), _unrecorded(failure)
+            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        if code not in PLAIN:
+            text = f"rank {rank} on {socket.gethostname()}: {text}"
+        rather = 0 if -failure.exitcode in _OWN_DEATHS else 2 if code == EXIT_CODES[LEAVE] else 1
+        return cls(rather, seconds, rank, code, text)
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"{int(self.later)}-{self.seconds:.6f}-rank{self.rank}-code{self.exit_code}.txt"
+        name = f"{self.rather}-{self.seconds:.6f}-rank{self.rank}-code{self.exit_code}.txt"
         (folder / name).write_text(self.text + "\n")
 
 
 def _torn_down(failure: ProcessFailure, teardowns: list[float]) -> bool:
-    """Whether the launcher ended the rank; it kills one that TEARDOWN does not end (a frozen one) after 30 seconds."""
+    """Whether the launcher ended the rank before it could say why it ended itself. One that TEARDOWN does not end (it
+    is frozen) is killed after 30 seconds."""
     killed_later = failure.exitcode == -signal.SIGKILL and any(failure.timestamp > began for began in teardowns)
-    return failure.exitcode == -TEARDOWN or killed_later
-
-
-def _recorded(path: Path) -> str:
-    """What `recipe.errors.record` wrote."""
-    return json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
+    return not Path(failure.error_file).is_file() and (failure.exitcode == -TEARDOWN or killed_later)
 
 
 def _unrecorded(failure: ProcessFailure) -> str:
@@ -94,7 +92,8 @@ def _unrecorded(failure: ProcessFailure) -> str:
 
 def main(argv: list[str]) -> int:
     """Launch this node's ranks and wait for them; returns the exit code of the one that failed first, or 0."""
-    _pass_on_requests()
+    scratch = Path(tempfile.mkdtemp(prefix="recipe-launch-"))
+    _pass_on_requests(scratch / "stop")
     # Ours: SIGTERM is answered above. (torch.distributed.run reads its options from PET_*.)
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
     os.environ[REPORTED] = "1"
@@ -111,13 +110,16 @@ def main(argv: list[str]) -> int:
     try:
         launch_command(args)
     except ChildFailedError as error:
-        by_themselves = [(rank, it) for rank, it in error.failures.items() if not _torn_down(it, teardowns)]
-        return report(sorted(Ending.of(rank, it) for rank, it in by_themselves))
+        everyone = error.failures.items()
+        by_themselves = [(rank, it) for rank, it in everyone if not _torn_down(it, teardowns)]
+        return report(sorted(Ending.of(rank, it) for rank, it in by_themselves or everyone))
     except elastic.SignalException as error:
         return 128 + error.sigval
     except ConnectionError as error:  # the port that was asked for is in use
         print(f"recipe: {error}", file=sys.stderr, flush=True)
         return 1
+    finally:
+        shutil.rmtree(scratch)
     return 0
 
 
@@ -134,12 +136,12 @@ def environment(spread: str) -> dict[str, str]:
     return {key: made[key] for key in sorted(made) if key.startswith(("ACCELERATE_", "FSDP_"))}
 
 
-def _pass_on_requests() -> None:
-    path = Path(tempfile.mkdtemp(prefix="recipe-launch-")) / "stop"
-    os.environ[STOP_FILES] = ":".join(filter(None, [os.environ.get(STOP_FILES), str(path)]))
+def _pass_on_requests(file: Path) -> None:
+    os.environ[STOP_FILES] = "\n".join(filter(None, [os.environ.get(STOP_FILES), str(file)]))
 
     def ask(number: int, _: FrameType | None) -> None:
-        path.write_text(signal.Signals(number).name)
+        with file.open("a") as lines:
+            print(signal.Signals(number).name, file=lines)
 
     signal.signal(signal.SIGTERM, ask)
     signal.signal(signal.SIGUSR1, ask)

@@ -7,7 +7,6 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from recipe.errors import UserError
-from recipe.stopping import Stopped
 
 T = TypeVar("T")
 
@@ -31,8 +30,6 @@ def all_or_none(doing: str) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Stopped:
-        raise  # the ranks have agreed on it
     except Exception as raised:  # noqa: BLE001 - it is raised again below, on every rank
         error = raised
     mine = None if error is None else (type(error).__name__, str(error), getattr(error, "problems", None))

@@ -23,15 +23,13 @@ class Rendezvous:
 
     Attributes:
         rank: this rank, of `world_size`.
-        node: this rank's node, of `num_nodes`.
+        num_nodes: nodes of the launch.
     """
 
     def __init__(self) -> None:
         self._store, self.rank, self.world_size = next(dist.rendezvous("env://"))
         self._store.set_timeout(timedelta(seconds=30))
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        self.node, self.num_nodes = self.rank // local, self.world_size // local
-        self.is_node_main = self.rank % local == 0
+        self.num_nodes = self.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
     def set(self, name: str, value: Any) -> None:
         """Publish this rank's JSON `value` of `name`, in the place of an earlier one."""

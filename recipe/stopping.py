@@ -26,8 +26,9 @@ EXIT_CODES = {LEAVE: 128 + signal.SIGTERM, COME_BACK: 75}
 POLL_SECONDS = 1.0
 
 
-class Stopped(Exception):
-    """The run was asked to stop, and has done what there was to do."""
+class Stopped(BaseException):
+    """The run was asked to stop, and has done what there was to do. No `Exception`: it is raised wherever the main
+    thread is, and libraries catch those."""
 
     def __init__(self, kind: int, outcome: str = "nothing was trained in this start; the next begins where it did"):
         self.exit_code = EXIT_CODES[kind]
@@ -44,12 +45,13 @@ class StopRequest:
     def __init__(self) -> None:
         self.kind = 0
         self._interruptible = False
-        self._files = [path for path in os.environ.get(STOP_FILES, "").split(":") if path]
+        self._files = [path for path in os.environ.get(STOP_FILES, "").split("\n") if path]
 
     def listen(self) -> None:
         """Take the signals and watch the files, from now on. In the main thread."""
         for number in KINDS:
             signal.signal(number, self._hear)
+        os.register_at_fork(after_in_child=_leave_requests_to_the_rank)
         if self._files:
             threading.Thread(target=self._poll, args=[threading.get_ident()], daemon=True).start()
 
@@ -62,7 +64,7 @@ class StopRequest:
     def _poll(self, main_thread: int) -> None:
         heard: set[signal.Signals] = set()
         while True:
-            lines = [_first_line(path) for path in self._files]
+            lines = [line for path in self._files for line in _lines(path)]
             for number in KINDS:
                 if number.name in lines and number not in heard:
                     heard.add(number)
@@ -71,12 +73,15 @@ class StopRequest:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """While there is nothing to save and no rank waits for another, a request raises `Stopped` at once."""
+        """While there is nothing to save, and no collective that others could be left in, a request raises `Stopped` at
+        once."""
         self._interruptible = True
         try:
             if self.kind:
                 raise Stopped(self.kind)
             yield
+            if self.kind:
+                raise Stopped(self.kind)  # some library took the first for an error of its own
         finally:
             self._interruptible = False
 
@@ -88,10 +93,16 @@ class StopRequest:
         return int(kind)
 
 
-def _first_line(path: str) -> str:
+def _lines(path: str) -> list[str]:
     """Opened anew each time: NFS looks for news when a file is opened, not when it is asked for its size."""
     try:
         with open(path) as file:
-            return file.readline().strip()
-    except FileNotFoundError:
-        return ""
+            return file.read().splitlines()
+    except OSError:  # not there, or out of reach for a moment
+        return []
+
+
+def _leave_requests_to_the_rank() -> None:
+    """In a forked worker (of `datasets`, of a data loader): SIGTERM ends it, as any other; SIGUSR1 is not for it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

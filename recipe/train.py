@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,22 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
     _, model_args, train_args = arguments
     world_size, on_gpu = world_size_asked(), torch.cuda.is_available()
     with stop.interruptible():
-        found, data, lines = check_and_prepare(arguments, world_size, on_gpu)
+        report = preflight.inspect(arguments, world_size, on_gpu=on_gpu)
+        if "WORLD_SIZE" not in os.environ:
+            raise UserError(*report.problems)  # no launcher is one of them, and there is nobody to agree with
+        rendezvous = Rendezvous()
+        watchdog = Watchdog(Rendezvous(), train_args.hang_timeout, end_process)
+        found, lines = preflight.agree(rendezvous, report, arguments)
+        data, run = prepare_data(arguments, found, rendezvous, watchdog)
     found.tokenizer.chat_template = data.template or found.tokenizer.chat_template
     train_args.settle(num_rows=len(data.train), bf16=found.compute_dtype != found.master_dtype)
-    run = run_folder.fingerprint(arguments, data.fingerprint, found.folder, found.tokenizer)
     resolved = run_folder.resolved(arguments)
+    watchdog.at("joining the process group")
     train_args.activate(world_size, on_gpu)
     open_cpu_door()
-    watchdog = Watchdog(Rendezvous(), train_args.hang_timeout, end_process)
+    watchdog.at("measuring the network")
     lines += [*network.measure(train_args.device), *data.report.lines()]
+    watchdog.at("opening the run folder")
     resume_from = open_run_folder(train_args, run, resolved, lines)
     meter = make_meter(found, train_args, world_size)
     trainer = RecipeTrainer(
@@ -79,6 +87,8 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
     if train_args.export and step >= train_args.max_steps:
         trainer.save_model(str(Path(train_args.output_dir) / run_folder.EXPORT))
     trainer.end()
+    with suppress(TimeoutError):
+        rendezvous.gather("ended", True, patience=60)  # the first to leave with a code takes the others with it
     if asked_to_stop and step < train_args.max_steps:
         raise Stopped(asked_to_stop, f"step {step} is in checkpoint-{step}; the same command goes on from there")
 
@@ -88,20 +98,19 @@ def world_size_asked() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_and_prepare(
-    arguments: Arguments, world_size: int, on_gpu: bool
-) -> tuple[preflight.Found, PreparedData, list[str]]:
-    """All that comes before the process group: the checks of all ranks, and the data; and lines for the log."""
+def prepare_data(
+    arguments: Arguments, found: preflight.Found, rendezvous: Rendezvous, watchdog: Watchdog
+) -> tuple[PreparedData, dict[str, Any]]:
+    """The data set, and the fingerprint of the run, which is the same on every rank. It may take hours, in which ranks
+    wait for the one that builds; no process group is there yet to time out."""
     data_args, _, train_args = arguments
-    report = preflight.inspect(arguments, world_size, on_gpu=on_gpu)
-    if "WORLD_SIZE" not in os.environ:
-        raise UserError(*report.problems)  # no launcher is one of them, and there is nobody to agree with
-    rendezvous = Rendezvous()
-    found, lines = preflight.agree(rendezvous, report, arguments)
+    watchdog.at("preparing the data", patient=True)
     with rendezvous.all_or_none("data"):
         data = prepare(data_args, train_args, found.tokenizer)
         raise_if(rows(train_args, len(data.train)))
-    return found, data, lines
+    run = run_folder.fingerprint(arguments, data.fingerprint, found.folder, found.tokenizer)
+    preflight.same_run(rendezvous, run)
+    return data, run
 
 
 def open_run_folder(
@@ -140,14 +149,14 @@ def entry() -> int:
     try:
         main(parse_arguments(), stop)
     except (UserError, Stopped) as error:
-        record(str(error))
+        record(str(error), error.exit_code)
         if REPORTED not in os.environ and os.environ.get("RANK", "0") == "0":
             tqdm.write(f"recipe: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception:  # noqa: BLE001 - whatever it was, the launcher is told
-        record(traceback.format_exc())
+        record(traceback.format_exc(), exit_code=1)
         traceback.print_exc()
         return 1
     return 0

@@ -64,6 +64,7 @@ class RecipeTrainer(SFTTrainer):
         self.found, self.plugin, self.run, self.meter = found, plugin, run, meter
         self.stop, self.watchdog = stop, watchdog
         self.sharding: claims.Sharding | None = None
+        self.trained = False  # in this start
         optimizer = _optimizer(kwargs["args"], kwargs["model"])
         super().__init__(processing_class=found.tokenizer, optimizer_cls_and_kwargs=optimizer, **kwargs)
         self.remove_callback(PrinterCallback)  # it prints every log line; the progress bar shows what matters
@@ -86,7 +87,7 @@ class RecipeTrainer(SFTTrainer):
         weights = Weights(self.found.folder) if read_weights and ranks.is_main() else None
         broadcast = wrap.loader_broadcasts(self.accelerator)
         loader = StreamingLoader(
-            self.model, weights, self.found.master_dtype, broadcast, lambda name: self.watchdog.at(f"loading {name}")
+            self.model, weights, self.found.master_dtype, broadcast, self._loading
         )
         layers, parameters = self.model.config.num_hidden_layers, self.model.num_parameters()
         self.model = self.model_wrapped = wrap.shard(self.accelerator, self.model, loader)
@@ -102,6 +103,12 @@ class RecipeTrainer(SFTTrainer):
             took = time.perf_counter() - began
             lines.append(f"weights streamed in {took:.1f} s; {', '.join(names)} equal the file on every rank")
         _say(*lines)
+
+    def _loading(self, name: str) -> None:
+        self.watchdog.at(f"loading {name}")
+        kind = self.stop.agreed(self.args.device)
+        if kind:
+            raise Stopped(kind)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Stock: bitsandbytes keeps embeddings in 32 bits by looking for its own class."""
@@ -122,6 +129,7 @@ class RecipeTrainer(SFTTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         self.meter.begin()
+        self.trained = True
         self.watchdog.at(f"reading the batch of step {self.state.global_step + 1}")
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -179,17 +187,18 @@ class RecipeTrainer(SFTTrainer):
         model = self.model_wrapped
         model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        stopped = False
         with torch.no_grad():
             for number, inputs in enumerate(dataloader):
                 self.watchdog.at(f"evaluating batch {number + 1} after step {self.state.global_step}")
                 if self.stop.agreed(self.args.device):
-                    self.control.should_save = self.control.should_training_stop = True
+                    stopped = self.control.should_save = self.control.should_training_stop = True
                     break
                 inputs = self._prepare_inputs(inputs)
                 totals[1] += inputs["labels"][..., 1:].ne(-100).sum()
                 totals[0] += model(**inputs, summed_loss=True)
         model.train()
-        if self.control.should_training_stop:
+        if stopped:
             return EvalLoopOutput(None, None, {}, num_samples=len(dataloader.dataset))
         dist.all_reduce(totals)
         loss = (totals[0] / totals[1].clamp(min=1)).item()
@@ -207,11 +216,15 @@ class RecipeTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Stock: writes in place, so a crash leaves a newest checkpoint that is not one."""
-        self.watchdog.at(f"saving checkpoint {self.state.global_step}")
+        saving = f"saving checkpoint {self.state.global_step}"
+        self.watchdog.at(saving)
         run_dir = Path(self.args.output_dir)
         began = time.perf_counter()
-        with publish.publishing(run_dir, self.state.global_step, self._describe) as folder:
+        summing = partial(self.watchdog.at, f"{saving}: checksums")
+        with publish.publishing(run_dir, self.state.global_step, self._describe, summing) as folder:
+            self.watchdog.at(f"{saving}: model")
             shards.save(folder, shards.MODEL, state.model_state(self.model, self.args.device))
+            self.watchdog.at(f"{saving}: optimizer")
             optimizer = state.optimizer_state(self.model, self.optimizer.optimizer, self.args.device)
             shards.save(folder, shards.OPTIMIZER, optimizer)
             self._save_rng_state(str(folder))
@@ -235,7 +248,7 @@ class RecipeTrainer(SFTTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Stock: Accelerate's loader, of the same files."""
-        self.watchdog.at(f"loading {resume_from_checkpoint}")
+        self.watchdog.at(f"loading the model of {resume_from_checkpoint}")
         folder = Path(resume_from_checkpoint)
         with ranks.all_or_none(f"loading {folder}"):
             loaded = shards.load(folder, shards.MODEL, state.model_state(self.model, self.args.device))
@@ -246,6 +259,7 @@ class RecipeTrainer(SFTTrainer):
         if checkpoint is None:
             return
         folder = Path(checkpoint)
+        self.watchdog.at(f"loading the optimizer of {folder}")
         with ranks.all_or_none(f"loading the optimizer of {folder}"):
             if not (folder / shards.OPTIMIZER / ".metadata").is_file():
                 raise UserError(f"{folder} has no optimizer state ({shards.OPTIMIZER}); resume from another checkpoint")
@@ -279,7 +293,8 @@ class RecipeTrainer(SFTTrainer):
             self.watchdog.at(f"exporting {name}")
             kind = self.stop.agreed(self.args.device)
             if kind and self.args.save_strategy != "no":
-                raise Stopped(kind, "the export was left unfinished; the next start makes it")
+                once_more = "the export was left unfinished; the next start makes it"
+                raise Stopped(kind, once_more) if self.trained else Stopped(kind)
             yield name, tensor
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -20,66 +21,72 @@ from recipe.rendezvous import Rendezvous
 
 NAME = "watchdog"
 LISTED = 16  # ranks that a report lists one by one
-
-
-class Hang(RuntimeError):
-    """A rank got no further."""
+ANSWER_SECONDS = 30.0  # until the store is taken for unreachable; its own calls may wait as long as TCP does
 
 
 class Watchdog:
-    """Watches this rank.
+    """Watches this rank, and publishes how far it is.
 
     Args:
         rendezvous: a store of the watchdog's own: a client of a store answers one thread at a time.
         timeout: seconds without progress; 0 watches nothing.
-        end: called with the `Hang`, in the watchdog's thread; does not return.
+        end: called with what hangs, in the watchdog's thread; does not return.
 
     Attributes:
         progress: counts what the rank has done, whatever it is.
         phase: what it is doing.
+        patient: whether this phase may take as long as it likes.
     """
 
-    def __init__(self, rendezvous: Rendezvous, timeout: float, end: Callable[[Hang], Any]):
+    def __init__(self, rendezvous: Rendezvous, timeout: float, end: Callable[[str], Any]):
         self.rendezvous, self.timeout, self.end = rendezvous, timeout, end
-        self.progress, self.phase = 0, "starting"
+        self.progress, self.phase, self.patient = 0, "starting", False
         self.interval = min(1.0, timeout / 8)
-        self._published = 0
         if timeout > 0:
-            threading.Thread(target=self._watch, daemon=True, name=NAME).start()
+            threading.Thread(target=self._publish, daemon=True).start()
+            threading.Thread(target=self._watch, daemon=True).start()
 
-    def at(self, phase: str) -> None:
+    def at(self, phase: str, patient: bool = False) -> None:
         """The rank got further; it is now in `phase`."""
-        self.phase = phase
+        self.phase, self.patient = phase, patient
         self.progress += 1
+
+    def _publish(self) -> None:
+        published = 0
+        while True:
+            published += 1
+            state = {"node": os.uname().nodename, "phase": self.phase, "progress": self.progress}
+            with suppress(dist.DistError):  # `_watch` says so, if it comes to that
+                self.rendezvous.set(NAME, state | {"published": published})
+            time.sleep(self.interval)
 
     def _watch(self) -> None:
         seen, since = -1, time.monotonic()
         while True:
-            if self.progress != seen:
+            if self.progress != seen or self.patient:
                 seen, since = self.progress, time.monotonic()
             idle = time.monotonic() - since
-            reachable = self._publish(idle)
             if idle > self.timeout:
-                dump = "the store of rank 0's launcher does not answer: its node is down, or out of reach"
-                self.end(Hang(self._report(idle) if reachable else dump))
+                self.end(self._report(idle))
             time.sleep(self.interval)
-
-    def _publish(self, idle: float) -> bool:
-        """Whether the store took it."""
-        self._published += 1
-        mine = {"node": os.uname().nodename, "phase": self.phase, "idle": idle}
-        try:
-            self.rendezvous.set(NAME, mine | {"progress": self.progress, "published": self._published})
-        except dist.DistError:
-            return False
-        return True
 
     def _report(self, idle: float) -> str:
-        before = self._read()
-        for _ in range(3):  # every thread that is alive publishes again meanwhile, those that report too
-            time.sleep(self.interval)
-            self._publish(idle)
-        return describe(before, self._read(), idle)
+        """In a thread, since the store may never answer."""
+        answer = [
+            f"no progress for {idle:.0f} s (hang_timeout) in phase '{self.phase}', and the store of rank 0's launcher "
+            "does not answer: its node is down, or out of reach"
+        ]
+
+        def ask() -> None:
+            with suppress(dist.DistError):
+                before = self._read()
+                time.sleep(3 * self.interval)  # every rank that is alive publishes meanwhile
+                answer[0] = describe(before, self._read(), idle)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(ANSWER_SECONDS)
+        return answer[0]
 
     def _read(self) -> list[dict[str, Any] | None]:
         return [self.rendezvous.read(NAME, rank) for rank in range(self.rendezvous.world_size)]
@@ -108,9 +115,9 @@ def _line(rank: int, state: dict[str, Any] | None) -> str:
     return f"rank {rank} on {state['node']}, last heard of in phase '{state['phase']}'"
 
 
-def end_process(hang: Hang) -> None:
+def end_process(hang: str) -> None:
     """Say what hangs and where each thread of this process is, and end it: its main thread may never come back."""
     print(f"recipe: {hang}", file=sys.stderr)
     faulthandler.dump_traceback(sys.stderr)
-    record(str(hang))
+    record(hang, exit_code=1)
     os._exit(1)

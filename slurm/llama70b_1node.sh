@@ -5,7 +5,7 @@
 #
 # From the project's folder. What follows may all be given to sbatch instead, which wins.
 #
-# EDIT, or set SBATCH_ACCOUNT and SBATCH_PARTITION: remove one # of those that your site wants
+# EDIT for your site, or give sbatch: remove one # of what it wants; --cpus-per-task is a node's cores.
 ##SBATCH --account=ACCOUNT
 ##SBATCH --partition=gpu
 ##SBATCH --constraint=a100-80gb
@@ -20,8 +20,8 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# See llama70b_2node.sh. One node writes its checkpoints (690 GB) with half the network.
-#SBATCH --signal=B:USR1@1200
+# See llama70b_2node.sh. One node writes and reads its checkpoints (690 GB) with half the network.
+#SBATCH --signal=B:USR1@1800
 set -euo pipefail
 config=configs/llama2_70b_1node.yaml
 project=${SLURM_SUBMIT_DIR:?run me with sbatch}

@@ -6,7 +6,7 @@
 #
 # From the project's folder. What follows may all be given to sbatch instead, which wins.
 #
-# EDIT, or set SBATCH_ACCOUNT and SBATCH_PARTITION: remove one # of those that your site wants
+# EDIT for your site, or give sbatch: remove one # of what it wants; --cpus-per-task is a node's cores.
 ##SBATCH --account=ACCOUNT
 ##SBATCH --partition=gpu
 ##SBATCH --constraint=a100-80gb
@@ -21,10 +21,10 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# A request to stop this many seconds before the time limit (Slurm may be a minute early): a step and a save. At 70B on 16
-# GPUs a step is under a minute and a checkpoint 840 GB, 7 minutes at 2 GB/s. Every save logs how long it took: give twice
-# the step and the save together (sbatch --signal=B:USR1@SECONDS).
-#SBATCH --signal=B:USR1@900
+# A request to stop this many seconds before the time limit: a step, a save, and two minutes (Slurm looks every 30 s, and may
+# be a minute early or late). At 70B on 16 GPUs a step is under a minute, and a checkpoint 840 GB, written and read back for its
+# checksums: 14 minutes at 2 GB/s. Every save logs how long it took: sbatch --signal=B:USR1@SECONDS.
+#SBATCH --signal=B:USR1@1200
 set -euo pipefail
 config=configs/llama2_70b.yaml
 project=${SLURM_SUBMIT_DIR:?run me with sbatch}

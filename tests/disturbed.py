@@ -21,8 +21,8 @@ def disturb(rank: str, phase: str, what: str) -> None:
             raise RuntimeError("disturbed, as the test wants")
         os.kill(os.getpid(), signal.Signals[what])
 
-    def disturbed(self: Watchdog, entered: str) -> None:
-        at(self, entered)
+    def disturbed(self: Watchdog, entered: str, patient: bool = False) -> None:
+        at(self, entered, patient)
         if entered.startswith(phase):
             Watchdog.at = at  # type: ignore[method-assign]
             act()

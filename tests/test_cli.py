@@ -1,5 +1,6 @@
 """The command line: quick to answer, and a user's mistake is a line and not a traceback."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,33 @@ def test_usage_errors_exit_with_2(args: list[str], capsys: pytest.CaptureFixture
         main(args)
     assert raised.value.code == 2
     assert "usage: recipe" in capsys.readouterr().err
+
+
+def test_check_lists_every_problem_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["--model_name_or_path", str(tmp_path / "none"), "--optim", "sgd", "--param_dtype", "bfloat16"]
+    assert main(["check", "--json", "--cpu", *keys]) == 2
+    said = json.loads(capsys.readouterr().out)
+    assert all(part in "\n".join(said["problems"]) for part in ("optim 'sgd'", "is no folder", "output_dir is not set"))
+    assert any("param_dtype is bfloat16" in text for text in said["warnings"])
+    assert any("number of ranks is not known" in text for text in said["warnings"])
+
+
+def test_check_of_a_sound_run(
+    tiny_model: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"model_name_or_path": tiny_model, "dataset_name": chats, "output_dir": tmp_path / "run", "max_length": 64}
+    argv = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    assert main(["check", "--cpu", *argv, "--global_batch_size", "9"]) == 0
+    assert "warning: the number of ranks is not known" in capsys.readouterr().out
+    assert main(["check", "--cpu", *argv, "--global_batch_size", "9", "--world_size", "2"]) == 2
+    assert "set it to 8 or 10" in capsys.readouterr().err
+    assert main(["check", "--cpu", *argv, "--global_batch_size", "8", "--world_size", "2"]) == 0
+    assert capsys.readouterr().out == "recipe: no problem found for 2 ranks\n"
+
+
+def test_a_spread_as_shell_variables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["spread", "configs/accelerate/fsdp2_2node_16gpu.yaml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"export ACCELERATE_USE_FSDP=true", "export FSDP_VERSION=2", "export ACCELERATE_USE_CPU=false"} <= set(lines)
+    assert main(["spread", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml does not exist" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """What needs GPUs: run on a machine that has some (`pytest -m gpu`); elsewhere each test skips and says so."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,26 @@ def test_flash_attention_sees_packed_documents_as_sdpa_does(launch: Launcher, tm
     sdpa = launch(tmp_path / "sdpa", **keys).ok()
     flash = launch(tmp_path / "flash", attn_implementation="flash_attention_2", **keys).ok()
     assert flash.column("loss") == pytest.approx(sdpa.column("loss"), abs=2e-2)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_request_to_stop_and_a_resume(spread: str, launch: Launcher, tmp_path: Path) -> None:
+    keys = {"spread": spread, "launch": ranks(), "bf16": True, "max_steps": 8}
+    whole = launch(tmp_path / "whole", disturb="", **keys).ok()
+    stopped = launch(tmp_path / "parts", disturb="0:training step 3:SIGUSR1", **keys)
+    assert stopped.code == 75 and "step 3 is in checkpoint-3" in stopped.log
+    resumed = launch(tmp_path / "parts", disturb="", **keys).ok()
+    assert resumed.column("loss") == whole.column("loss")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("what", "code", "limit"), [("SIGKILL", 137, 60), ("SIGSTOP", 1, 120)])
+def test_a_rank_that_dies_or_hangs_under_nccl(
+    what: str, code: int, limit: float, launch: Launcher, tmp_path: Path
+) -> None:
+    """Its peers wait in a kernel, which no signal reaches."""
+    keys = {"spread": SPREADS[0], "launch": ranks(), "bf16": True, "max_steps": 8, "hang_timeout": 10}
+    began = time.monotonic()
+    run = launch(tmp_path / "run", disturb=f"1:training step 3:{what}", **keys)
+    assert run.code == code and time.monotonic() - began < limit
+    assert "killed by SIGKILL" in run.log if what == "SIGKILL" else "Held up by rank 1 on" in run.log

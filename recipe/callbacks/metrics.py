@@ -26,7 +26,7 @@ class MetricsFile(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
-        if state.is_world_process_zero and ("loss" in logs or any(key.startswith("eval_") for key in logs)):
+        if state.is_world_process_zero and ("loss" in logs or "eval_loss" in logs):
             with self.path.open("a") as file:
                 extra = {"peak_memory_bytes": self.meter.peak_memory} if "loss" in logs else {}
                 file.write(json.dumps({"step": state.global_step, **logs, **extra}) + "\n")

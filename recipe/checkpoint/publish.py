@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +18,9 @@ TEMPORARY = ".tmp"
 
 
 @contextmanager
-def publishing(run_dir: Path, step: int, describe: Callable[[], Manifest]) -> Iterator[Path]:
+def publishing(
+    run_dir: Path, step: int, describe: Callable[[], Manifest], on_file: Callable[[], object] = lambda: None
+) -> Iterator[Path]:
     """A folder to write checkpoint `step` into, the same on every rank; it becomes `checkpoint-<step>` when the body
     has ended well on all ranks. Collective.
 
@@ -26,6 +29,7 @@ def publishing(run_dir: Path, step: int, describe: Callable[[], Manifest]) -> It
 
     Args:
         describe: makes the manifest, without its files; called on rank 0 once everything else is written.
+        on_file: called before each file that this rank sums.
     """
     final = run_dir / name_of(step)
     draft = run_dir / f"{final.name}{TEMPORARY}"
@@ -36,7 +40,7 @@ def publishing(run_dir: Path, step: int, describe: Callable[[], Manifest]) -> It
                 draft.mkdir(parents=True)
         with ranks.all_or_none(f"writing {final.name}"):
             yield draft
-        _seal(draft, describe)
+        _seal(draft, describe, on_file)
         with ranks.all_or_none(f"publishing {final}"):
             if ranks.is_main():
                 discard(final)  # an unfinished or broken folder of that name; a good one would have been resumed from
@@ -48,13 +52,15 @@ def publishing(run_dir: Path, step: int, describe: Callable[[], Manifest]) -> It
         raise
 
 
-def _seal(draft: Path, describe: Callable[[], Manifest]) -> None:
+def _seal(draft: Path, describe: Callable[[], Manifest], on_file: Callable[[], object]) -> None:
     """Sum the files, each rank its share of them, and write the manifest."""
     parts: list = [None] * dist.get_world_size()
     with ranks.all_or_none(f"reading back {draft.name}"):
         mine = manifests.list_files(draft)[ranks.rank() :: dist.get_world_size()]
-        files = manifests.describe_files(draft, mine)
+        files: dict[str, dict[str, Any]] = {}
         for name in mine:
+            on_file()
+            files |= manifests.describe_files(draft, [name])
             _sync(draft / name)
     dist.all_gather_object(parts, files)
     with ranks.all_or_none(f"writing the manifest of {draft.name}"):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from recipe import model as models
 from recipe.arguments import ModelArguments, TrainArguments
 from recipe.checkpoint.find import candidates
+from recipe.checkpoint.publish import TEMPORARY
 
 DISK_MARGIN = 1.2  # for what the estimate of a checkpoint does not know
 
@@ -29,7 +30,10 @@ def space_problems(fresh: PreTrainedModel, model: ModelArguments, train: TrainAr
     parameters = fresh.num_parameters()
     checkpoint = parameters * checkpoint_bytes(model, train)
     export = parameters * models.torch_dtype(train.export_dtype).itemsize if train.export else 0
-    number = checkpoints_to_come(train, len(candidates(folder)))
+    run_dir = Path(train.output_dir or ".").expanduser()
+    # What an interrupted save left is removed when the run starts.
+    there = len(candidates(run_dir)) + len(list(run_dir.glob(f"*{TEMPORARY}")))
+    number = checkpoints_to_come(train, there)
     needed, free = int(DISK_MARGIN * (number * checkpoint + export)), shutil.disk_usage(folder).free
     if free >= needed:
         return []

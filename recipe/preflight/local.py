@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from recipe import data as datasets
 from recipe import model as models
 from recipe.arguments import Arguments, ModelArguments, TrainArguments
-from recipe.errors import UserError, raise_if
+from recipe.errors import UserError
 from recipe.loading import Weights
 from recipe.preflight import disk, settings
 from recipe.sharding import plugin
@@ -51,6 +51,7 @@ def inspect(arguments: Arguments, world_size: int | None, *, on_gpu: bool, launc
     problems = report.problems
     if launched:
         problems += plugin.spread_problems() + plugin.device_problems(torch.cuda.device_count() if on_gpu else 0)
+        report.warnings += plugin.idle_gpus(torch.cuda.device_count() if on_gpu else 0)
     problems += settings.problems(data, model, train) + datasets.check(data, train) + datasets.at_hand(data)
     problems += settings.batch(train, world_size) + disk.folder_problems(train)
     compute_dtype = torch.bfloat16 if train.bf16 or model.param_dtype == "bfloat16" else torch.float32
@@ -61,14 +62,6 @@ def inspect(arguments: Arguments, world_size: int | None, *, on_gpu: bool, launc
         except UserError as error:
             problems += error.problems
     return report
-
-
-def check(arguments: Arguments, world_size: int | None, *, on_gpu: bool, launched: bool = True) -> Found:
-    """`inspect`, with all problems raised as one `UserError`."""
-    report = inspect(arguments, world_size, on_gpu=on_gpu, launched=launched)
-    raise_if(report.problems)
-    assert report.found is not None
-    return report.found
 
 
 def versions() -> dict[str, str]:

@@ -51,8 +51,9 @@ def measure(device: torch.device) -> list[str]:
     }
     names: list = [None] * world
     dist.all_gather_object(names, os.uname().nodename)
-    took = _timed(lambda: dist.all_reduce(out), device)
-    bus = 2 * (world - 1) / world * size / took / 1e9
+    took = torch.tensor(_timed(lambda: dist.all_reduce(out), device), dtype=torch.float64, device=device)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    bus = 2 * (world - 1) / world * size / took.item() / 1e9
     return describe(pairs, names[::local], bus, world)
 
 

@@ -5,6 +5,7 @@ import os
 import platform
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from recipe.preflight.local import Found, Report, versions
 from recipe.rendezvous import Rendezvous, merge
 from recipe.run_folder import resolved
 
-START_SECONDS = 900.0  # until the slowest node has started: a cold file system, a container that is pulled
-SHARED_SECONDS = 10.0  # until a network file system shows a new file on other nodes
+START_SECONDS = 1800.0  # until the slowest node has started: a cold file system, a container that is pulled
+SHARED_SECONDS = 30.0  # until a network file system shows a new file on other nodes
 CLOCK_SECONDS = 5.0  # clocks further apart make logs of nodes hard to compare, and file times misleading
 
 
@@ -30,6 +31,7 @@ def agree(rendezvous: Rendezvous, report: Report, arguments: Arguments) -> tuple
 
     Raises:
         UserError: the problems of all ranks, the same on every rank.
+        TimeoutError: with the ranks that did not come.
     """
     output_dir = Path(arguments[2].output_dir or ".").expanduser().absolute()
     token, unwritable = _write_token(output_dir) if rendezvous.rank == 0 else (None, None)
@@ -40,8 +42,6 @@ def agree(rendezvous: Rendezvous, report: Report, arguments: Arguments) -> tuple
         everyone = rendezvous.gather("facts", mine, START_SECONDS)
         seen = _sees(everyone[0]["token"])
         answers = rendezvous.gather("token", {"seen": seen, "clock": time.time()}, START_SECONDS)
-    except TimeoutError as error:
-        raise UserError(str(error)) from None
     finally:
         if token is not None:
             Path(token).unlink()
@@ -71,6 +71,18 @@ def places(nodes: list[str]) -> str:
     return "ranks " + ", ".join(f"{'-'.join(map(str, {s[0]: 0, s[-1]: 0}))} on {nodes[s[0]]}" for s in spans)
 
 
+def same_run(rendezvous: Rendezvous, run: dict[str, Any]) -> None:
+    """Whether all ranks have the same data, model and tokenizer in front of them. Every rank calls it.
+
+    Raises:
+        UserError: what differs, and where.
+    """
+    mine = {"node": os.uname().nodename, "run": {key: str(value) for key, value in run.items()}}
+    found = differences(rendezvous.gather("run", mine))
+    if found:
+        raise UserError(*found)
+
+
 def facts(arguments: Arguments) -> dict[str, Any]:
     """What this rank is and runs, as JSON values."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -80,7 +92,11 @@ def facts(arguments: Arguments) -> dict[str, Any]:
         "code": code_digest(),
         "versions": {"python": platform.python_version(), **versions()},
         "config": {key: str(value) for key, value in resolved(arguments).items()} | {"output_dir": str(output_dir)},
-        "gpus": {"number": str(len(gpus)), "models": ", ".join(sorted(set(gpus)))},
+        "gpus": {
+            "number": str(len(gpus)),
+            "models": ", ".join(sorted(set(gpus))),
+            "ranks": os.environ.get("LOCAL_WORLD_SIZE", "1"),
+        },
     }
 
 
@@ -95,17 +111,19 @@ def code_digest() -> str:
 
 def differences(everyone: list[dict[str, Any]]) -> list[str]:
     """What is not the same on all ranks, each with the values and the nodes that have them."""
-    flat = [
-        {"code": one["code"]}
-        | {f"{part}: {key}": value for part in ("versions", "config", "gpus") for key, value in one[part].items()}
-        for one in everyone
-    ]
     remedies = {
         "code": "check the same commit out on all nodes, or use one shared folder",
         "versions": "install from the same constraints.txt on all nodes",
         "config": "start all nodes with the same config and the same --key value",
-        "gpus": "ask for nodes of one kind, or set CUDA_VISIBLE_DEVICES",
+        "gpus": "ask for nodes of one kind, with the same number of ranks on each",
+        "run": "give all nodes the same files: one shared folder, or copies that are the same",
     }
+    parts = [part for part in remedies if isinstance(everyone[0].get(part), dict)]
+    flat = [
+        ({"code": one["code"]} if "code" in one else {})
+        | {f"{part}: {key}": value for part in parts for key, value in one[part].items()}
+        for one in everyone
+    ]
     found = []
     for key in sorted({key for one in flat for key in one}):
         nodes: dict[str | None, dict[str, None]] = {}
@@ -148,5 +166,7 @@ def _sees(token: str | None) -> bool:
     while token is not None and not Path(token).exists():
         if time.monotonic() - began > SHARED_SECONDS:
             return False
-        time.sleep(0.1)
+        time.sleep(0.5)
+        with suppress(OSError):
+            os.listdir(Path(token).parent)  # an NFS client that has seen no file of that name asks again
     return True

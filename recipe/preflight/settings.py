@@ -111,6 +111,8 @@ def unsupported(model: ModelArguments, train: TrainArguments) -> list[str]:
     refused = {
         "save_only_model": "a sharded checkpoint without its optimizer cannot be resumed; the export has the weights",
         "load_best_model_at_end": "export a checkpoint of your choice instead",
+        "metric_for_best_model": "export a checkpoint of your choice instead",
+        "enable_jit_checkpoint": "SIGUSR1 and SIGTERM already make all ranks save, at the same step",
         "push_to_hub": "push the exported folder when the run has ended",
         "auto_find_batch_size": "set per_device_train_batch_size; a rank that retries alone leaves the others waiting",
         "accelerator_config": "the accelerate file and global_batch_size decide",

@@ -65,6 +65,12 @@ def device_problems(num_gpus: int) -> list[str]:
     return problems
 
 
+def idle_gpus(num_gpus: int) -> list[str]:
+    """Allowed, and often a variable that was left over."""
+    asked = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return [f"{asked} ranks were started here and there are {num_gpus} GPUs; the others idle"] * (asked < num_gpus)
+
+
 def activation_checkpointing_asked() -> bool:
     """Whether the accelerate file turns on FSDP's own activation checkpointing."""
     return _asked("ACTIVATION_CHECKPOINTING", "false") == "true"

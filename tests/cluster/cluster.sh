@@ -78,7 +78,10 @@ KillWait=$KILLWAIT
 MinJobAge=3600
 GresTypes=gpu
 NodeName=node[1-$NODES] NodeAddr=$NET.[1-$NODES] CPUs=$CPUS RealMemory=$MEM$opt State=UNKNOWN
-PartitionName=$PART Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=$PART Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
   printf 'CgroupPlugin=cgroup/v1\nCgroupMountpoint=%s\nCgroupAutomount=no\n' "$D/cg" >"$D/cgroup.conf"
   # The gpu plugin drops a gpu without File= (the node then goes INVAL, "count reported lower than

@@ -26,7 +26,10 @@ def missing() -> str | None:
         return "a test cluster makes network namespaces, which needs root"
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
-    return f"not installed: {', '.join(absent)} (Debian: apt-get install {' '.join(PACKAGES)})" if absent else None
+    if absent:
+        return f"not installed: {', '.join(absent)} (Debian: apt-get install {' '.join(PACKAGES)})"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True)
+    return f"no namespaces here: {tried.stderr.decode().strip()}" if tried.returncode else None
 
 
 @dataclass
@@ -86,15 +89,15 @@ class Job:
     def everything(self) -> str:
         return self.log + "".join(f"\n== {path}\n{path.read_text()}" for path in sorted(self.logs.glob("node*.log")))
 
-    def until(self, what: Callable[[], Any], seconds: float = 120) -> None:
+    def until(self, what: Callable[[], Any], seconds: float = 120, every: float = 0.2) -> None:
         end = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < end, f"not within {seconds} s; {self.show('JobState')}\n{self.everything[-5000:]}"
-            time.sleep(0.02)
+            time.sleep(every)
 
     def until_step(self, step: int) -> None:
         metrics = self.run_dir / "metrics.jsonl"
-        self.until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text())
+        self.until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), every=0.02)
 
     def signal(self, *how: str) -> None:
         self.cluster.run("scancel", *how, str(self.number))

@@ -59,6 +59,20 @@ def test_asked_to_stop_it_saves_is_requeued_and_ends_as_if_it_had_never_stopped(
     assert same(ended, whole)
 
 
+def test_pre_empted_with_a_grace_time_it_saves_and_is_requeued(
+    whole: Finished, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Slurm sends SIGTERM to the tasks alone, and the job ends before the grace time does."""
+    job = cluster.submit(tmp_path / "run", **KEYS)
+    job.until_step(3)
+    urgent = ("--partition=urgent", "--nodes=2", "--gpus-per-node=2", "--output=urgent.log", "--wrap=hostname")
+    cluster.run("sbatch", *urgent)
+    ended = job.ended("COMPLETED")
+    assert job.show("Restarts") == "1" and "requeued. stopped, as asked by SIGTERM: step" in job.log
+    assert (cluster.project / "urgent.log").read_text().strip() == "node1"
+    assert same(ended, whole)
+
+
 def test_a_time_limit_too_short_to_train_in_is_not_tried_for_ever(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path / "run", **KEYS)
     for start in ("0", "1"):
@@ -73,7 +87,7 @@ def test_cancelled_in_a_save_it_leaves_a_checkpoint_to_go_on_from(
     whole: Finished, cluster: Cluster, tmp_path: Path
 ) -> None:
     job = cluster.submit(tmp_path / "run", **KEYS)
-    job.until(lambda: list(job.run_dir.glob("checkpoint-*.tmp")))
+    job.until(lambda: list(job.run_dir.glob("checkpoint-*.tmp")), every=0.01)
     job.signal()
     job.ended("CANCELLED")
     assert job.show("Restarts") == "0"

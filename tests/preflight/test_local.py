@@ -11,7 +11,7 @@ import torch
 
 from recipe import preflight
 from recipe.arguments import Arguments, ModelArguments, TrainArguments, parse_arguments
-from recipe.errors import UserError
+from recipe.errors import UserError, raise_if
 from recipe.preflight import Found, settings
 from recipe.preflight import disk as disk_space
 from recipe.sharding import plugin
@@ -41,7 +41,10 @@ def arguments(tiny_model: Path, chats: Path, tmp_path: Path) -> Callable[..., Ar
 @pytest.fixture
 def check(arguments: Callable[..., Arguments]) -> Check:
     def check(world_size: int = 2, on_gpu: bool = False, launched: bool = False, **changes: Any) -> Found:
-        return preflight.check(arguments(**changes), world_size, on_gpu=on_gpu, launched=launched)
+        report = preflight.inspect(arguments(**changes), world_size, on_gpu=on_gpu, launched=launched)
+        raise_if(report.problems)
+        assert report.found is not None
+        return report.found
 
     return check
 

@@ -1,4 +1,4 @@
-"""`recipe.launch`: which of a node's failed ranks failed first, and what is left for the batch script."""
+"""recipe/launch.py: which of a node's failed ranks failed first, and what is left for the batch script."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from recipe.errors import record
-from recipe.launch import Ending, report
+from recipe.launch import Ending, _torn_down, report
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         path = tmp_path / f"error-{rank}.json"
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         if text is not None:
-            record(text)
+            record(text, code)
             os.utime(path, (seconds, seconds))
         return Ending.of(rank, ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(path)))
 
@@ -39,6 +39,24 @@ def test_of_two_exceptions_the_earlier_failed_first(failed) -> None:
     assert min(later, earlier) is earlier
 
 
+def test_a_rank_that_was_told_to_leave_did_not_fail_first(failed) -> None:
+    """When a node fails srun sends the others SIGTERM; clocks of nodes may be apart."""
+    left, failed_later = failed(0, 143, "stopped", seconds=5.0), failed(2, 2, "no such file", seconds=6.0)
+    assert min(left, failed_later) is failed_later
+
+
+def test_a_rank_that_had_said_why_before_it_was_torn_down(failed, tmp_path) -> None:
+    """Its report is the one with the traceback; what counts is the code that it was about to end with."""
+    ending = failed(3, 1, "Traceback: disk", seconds=5.0)
+    path = tmp_path / "error-3.json"
+    again = Ending.of(3, ProcessFailure(local_rank=3, pid=1, exitcode=-signal.SIGUSR2, error_file=str(path)))
+    assert again == ending
+    assert not _torn_down(ProcessFailure(local_rank=3, pid=1, exitcode=-signal.SIGUSR2, error_file=str(path)), [1.0])
+    silent = ProcessFailure(local_rank=3, pid=1, exitcode=-signal.SIGUSR2, error_file=str(tmp_path / "none"))
+    frozen = ProcessFailure(local_rank=3, pid=1, exitcode=-signal.SIGKILL, error_file=str(tmp_path / "none"))
+    assert _torn_down(silent, [1.0]) and _torn_down(frozen, [1.0]) and not _torn_down(frozen, [frozen.timestamp + 1.0])
+
+
 def test_a_rank_that_recorded_nothing(failed) -> None:
     assert "exit code 7; its log says why" in failed(1, 7).text
 
@@ -48,6 +66,6 @@ def test_what_is_left_for_the_batch_script(code, failed, tmp_path, monkeypatch, 
     monkeypatch.setenv("REPORTS", str(tmp_path / "reports"))
     assert report([failed(2, code, "what it said", seconds=5.0)]) == code
     reports = list((tmp_path / "reports").glob("*"))
-    assert [path.name for path in reports] == [f"1-5.000000-rank2-code{code}.txt"]
+    assert [path.name for path in reports] == [f"{2 if code == 143 else 1}-5.000000-rank2-code{code}.txt"]
     said = capsys.readouterr().err
     assert said.startswith("recipe: failed, first of all rank 2 on " if code == 1 else "recipe: what it said")
