@@ -40,7 +40,8 @@ class Watchdog:
 
     def __init__(self, rendezvous: Rendezvous, timeout: float, end: Callable[[str], Any]):
         self.rendezvous, self.timeout, self.end = rendezvous, timeout, end
-        self.progress, self.phase, self.patient = 0, "starting", False
+        # Nodes may start minutes apart; those who wait for the last one say so themselves (`Rendezvous.gather`).
+        self.progress, self.phase, self.patient = 0, "starting", True
         self.interval = min(1.0, timeout / 8)
         if timeout > 0:
             threading.Thread(target=self._publish, daemon=True).start()

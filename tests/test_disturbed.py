@@ -106,7 +106,7 @@ def test_a_rank_that_dies_takes_the_others_with_it(
 
 def test_a_rank_that_hangs_is_named(launch: Launcher, tmp_path: Path) -> None:
     began = time.monotonic()
-    run = launch(tmp_path / "run", disturb="0:training step 4:SIGSTOP", hang_timeout=8, **KEYS)
+    run = launch(tmp_path / "run", disturb="0:training step 4:SIGSTOP", hang_timeout=12, **KEYS)
     assert time.monotonic() - began < 120 and run.code == 1, run.log[-3000:]
     assert "recipe: failed, first of all rank 1 on " in run.log
     assert "Held up by rank 0 on" in run.log and "(silent: frozen, or its node is out of reach)" in run.log
