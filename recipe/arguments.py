@@ -85,6 +85,24 @@ class TrainArguments(SFTConfig):
             "help": "'auto': the newest complete checkpoint of this run, else a fresh start; 'none'; or a folder."
         },
     )
+    accept_changes: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Keys in which this run may differ from the checkpoint it goes on from, as the refusal lists them, "
+            "such as 'learning_rate max_steps'. Today's values hold."
+        },
+    )
+    async_save: bool = field(
+        default=True,
+        metadata={
+            "help": "Write checkpoints while training goes on, from a copy in host memory. False: training waits, and "
+            "nothing is copied."
+        },
+    )
+    keep_every: int | None = field(
+        default=None,
+        metadata={"help": "Steps: checkpoints at multiples of it are never deleted, whatever save_total_limit says."},
+    )
     export_dtype: str = field(
         default="bfloat16", metadata={"help": "Dtype of the exported weights.", "choices": list(DTYPES)}
     )
@@ -94,7 +112,7 @@ class TrainArguments(SFTConfig):
     # Safe defaults for sharded runs, each where the library's own would fail or mislead.
     per_device_train_batch_size: int = field(default=1, metadata={"help": "Samples per rank in one forward pass."})
     save_strategy: str = field(default="steps", metadata={"help": "'steps' or 'no'."})
-    save_total_limit: int | None = field(default=3, metadata={"help": "Checkpoints kept; older ones are deleted."})
+    save_total_limit: int | None = field(default=3, metadata={"help": "Newest checkpoints kept; see keep_every."})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide NaN losses from the log."})
     logging_steps: float = field(default=1, metadata={"help": "Optimizer steps between two lines of metrics.jsonl."})
     disable_tqdm: bool | None = field(default=True, metadata={"help": "The recipe has a progress bar of its own."})
@@ -158,6 +176,8 @@ class TrainArguments(SFTConfig):
         self.activation_checkpointing_kwargs = {"use_reentrant": False} | self.checkpointing_kwargs()
         # Without this, accumulation keeps every rank's gradients whole (276 GB at 70B) until the last micro-batch.
         self.accelerator_config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        # A resumed run's sampler begins where the checkpoint was; transformers would skip as many again.
+        self.ignore_data_skip = True
         # The data room has done what these ask for; TRL would do it again, from the hub.
         self.dataset_kwargs = {"skip_prepare_dataset": True}
         self.assistant_only_loss, self.chat_template_path = False, None

@@ -5,6 +5,7 @@ A command imports what it needs when it runs, so that `recipe --help` answers at
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,17 +16,19 @@ from recipe.errors import UserError, raise_if
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. A user's mistake is printed as such, without a traceback, and gives exit code 2."""
+    """Run one command and return its exit code. A user's mistake is printed as such, without a traceback: 2."""
     parser = _parser()
     args, keys = parser.parse_known_args(argv)
     if keys and not args.takes_keys:
         parser.error(f"unrecognized arguments: {' '.join(keys)}")
     try:
-        args.run(args, keys) if args.takes_keys else args.run(args)
+        return (args.run(args, keys) if args.takes_keys else args.run(args)) or 0
     except UserError as error:
         print(f"recipe: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    return 0
+    except KeyboardInterrupt:
+        print(f"recipe: {args.command} was interrupted", file=sys.stderr, flush=True)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,8 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"recipe {__version__}")
     parser.set_defaults(takes_keys=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _check(commands.add_parser("check", allow_abbrev=False, help="list every problem of a run before it is queued"))
+    _verify(commands.add_parser("verify", help="read a checkpoint back, and say whether it is what was written"))
+    _export(commands.add_parser("export", help="make a Hugging Face folder of a checkpoint, without its run"))
     _spread(commands.add_parser("spread", help="print a spread as shell variables, for torchrun in accelerate's place"))
     _fetch(commands.add_parser("fetch", help="get a small pretrained model, without an account"))
     _quickstart(commands.add_parser("quickstart", help="the parts of launch/quickstart.sh"))
@@ -69,6 +74,51 @@ def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu", action="store_true", help="the run's ranks have no GPU")
     parser.add_argument("--json", action="store_true", help="print problems and warnings as JSON")
     parser.set_defaults(run=run, takes_keys=True)
+
+
+def _verify(parser: argparse.ArgumentParser) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from recipe.checkpoint.verify import verify
+
+        problems = 0
+        try:
+            for name, problem in verify(args.checkpoint, fast=args.fast, processes=args.processes):
+                problems += problem is not None
+                print(f"ok     {name}" if problem is None else f"BROKEN {problem}", flush=True)
+        except ValueError as error:
+            print(f"recipe: {args.checkpoint} is no whole checkpoint: {error}", file=sys.stderr)
+            return 1
+        what = "sizes" if args.fast else "content"
+        verdict = f"{problems} files are broken" if problems else f"ok, by {what}"
+        print(f"recipe: {args.checkpoint}: {verdict}")
+        return int(problems > 0)
+
+    parser.description = "Exit code: 0, every file is what was written; 1, one is not."
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint's folder")
+    parser.add_argument("--fast", action="store_true", help="look at sizes alone")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="files read at a time")
+    parser.set_defaults(run=run)
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    def run(args: argparse.Namespace) -> None:
+        from recipe.offline import export_checkpoint
+
+        export_checkpoint(args.checkpoint, args.out, args.model, args.dtype, args.max_shard_size)
+        print(f"recipe: exported to {args.out}")
+
+    parser.description = (
+        "Reads checkpoints of this recipe, and sharded ones of stock Accelerate and transformers (FSDP1 and FSDP2). "
+        "Interrupted, it can be run again and goes on."
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint's folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; one that is there is replaced")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"], help="of the weights"
+    )
+    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="largest file, such as 5GB")
+    parser.add_argument("--model", type=Path, metavar="MODEL", help="folder with config and tokenizer, if it has none")
+    parser.set_defaults(run=run)
 
 
 def _spread(parser: argparse.ArgumentParser) -> None:

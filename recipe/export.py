@@ -7,67 +7,80 @@ writes each tensor to the place in its file that was planned for it, so no rank 
 import copy
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from torch import nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipe.loading import INDEX, Weights, tied_names
+from recipe.loading import INDEX, MALLOC_TRIM, TRIM_EVERY_BYTES
+
+if TYPE_CHECKING:  # an export of a checkpoint needs no model, and no memory for transformers
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 PATTERN = "model{suffix}.safetensors"
+SOURCE = "source.txt"  # in a draft: what it is an export of
 
 
 class SafetensorsWriter:
     """Sharded safetensors, written tensor by tensor in any order. (The library's own writer wants a whole file in
     memory.) One tensor is on its way to the disk while the next is gathered.
 
+    A file gets its name once all its tensors are written. Those that have theirs already, from a writer of the same
+    arguments that was interrupted, stay.
+
     Args:
         folder: where the files go; it exists.
-        shapes: every tensor that will come, by name, on meta.
+        shapes: of every tensor that will come, by name; the files hold them in the order of their names, numbers in
+            them by value.
         dtype: of all of them.
         max_shard_size: largest file, such as "5GB".
+
+    Attributes:
+        missing: names of the tensors that are still to be written, in the order of the files.
 
     Raises:
         KeyError: a tensor that was not announced.
         ValueError: a tensor of another shape; on `close`, tensors that never came.
     """
 
-    def __init__(self, folder: Path, shapes: dict[str, torch.Tensor], dtype: torch.dtype, max_shard_size: str):
+    def __init__(self, folder: Path, shapes: Mapping[str, torch.Size], dtype: torch.dtype, max_shard_size: str):
         self.folder, self.dtype = folder, dtype
         self.plan = split_state_dict_into_shards_factory(
-            shapes,
-            get_storage_size=lambda t: t.numel() * dtype.itemsize,
+            {name: shapes[name] for name in sorted(shapes, key=_natural)},
+            get_storage_size=lambda shape: shape.numel() * dtype.itemsize,
             filename_pattern=PATTERN,
             max_shard_size=max_shard_size,
         )
         self._disk = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[None] | None = None
-        self._files: dict[str, BinaryIO] = {}
+        self._freed = 0
+        self._files: dict[str, _File] = {}
         self._places: dict[str, tuple[str, int, torch.Size]] = {}
         for filename, names in self.plan.filename_to_tensors.items():
-            self._begin(filename, {name: shapes[name] for name in names})
+            if not (folder / filename).exists():
+                self._begin(filename, {name: shapes[name] for name in names})
+        self.missing = list(self._places)
 
-    def _begin(self, filename: str, shapes: dict[str, torch.Tensor]) -> None:
+    def _begin(self, filename: str, shapes: dict[str, torch.Size]) -> None:
         header: dict = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name, tensor in shapes.items():
-            begin, end = end, end + tensor.numel() * self.dtype.itemsize
-            header[name] = {"dtype": _NAMES[self.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        for name, shape in shapes.items():
+            begin, end = end, end + shape.numel() * self.dtype.itemsize
+            header[name] = {"dtype": _NAMES[self.dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        file = (self.folder / filename).open("wb")
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in shapes.items():
-            self._places[name] = (filename, 8 + len(text) + header[name]["data_offsets"][0], tensor.shape)
-        file.truncate(8 + len(text) + end)
-        self._files[filename] = file
+        raw = (self.folder / f"{filename}.part").open("wb")
+        raw.write(len(text).to_bytes(8, "little") + text)
+        raw.truncate(8 + len(text) + end)
+        for name, shape in shapes.items():
+            self._places[name] = (filename, 8 + len(text) + header[name]["data_offsets"][0], shape)
+        self._files[filename] = _File(raw, left=len(shapes))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         filename, offset, shape = self._places.pop(name)
@@ -76,7 +89,24 @@ class SafetensorsWriter:
         # A copy: FSDP frees a unit by resizing its storage, which torch refuses once numpy has seen it.
         data = tensor.detach().to("cpu", self.dtype, copy=True).contiguous().view(-1).view(torch.uint8)
         self._wait()
-        self._writing = self._disk.submit(_write_at, self._files[filename], offset, data)
+        self._return_freed_memory(data.numel())
+        self._writing = self._disk.submit(self._write_at, filename, offset, data)
+
+    def _write_at(self, filename: str, offset: int, data: torch.Tensor) -> None:
+        file = self._files[filename]
+        file.raw.seek(offset)
+        file.raw.write(data.numpy().data)
+        file.left -= 1
+        if not file.left:
+            file.raw.close()
+            (self.folder / f"{filename}.part").rename(self.folder / filename)
+
+    def _return_freed_memory(self, nbytes: int) -> None:
+        """glibc keeps freed blocks below 32 MB (see `recipe.loading.StreamingLoader`)."""
+        self._freed += nbytes
+        if self._freed > TRIM_EVERY_BYTES and MALLOC_TRIM is not None:
+            MALLOC_TRIM(0)
+            self._freed = 0
 
     def _wait(self) -> None:
         if self._writing is not None:
@@ -95,7 +125,7 @@ class SafetensorsWriter:
     def _abandon(self) -> None:
         self._disk.shutdown()
         for file in self._files.values():
-            file.close()
+            file.raw.close()
 
     def __enter__(self) -> "SafetensorsWriter":
         return self
@@ -107,53 +137,68 @@ class SafetensorsWriter:
             self._abandon()
 
 
-def _write_at(file: BinaryIO, offset: int, data: torch.Tensor) -> None:
-    file.seek(offset)
-    file.write(data.numpy().data)
+@dataclass
+class _File:
+    raw: BinaryIO
+    left: int  # tensors that are still to be written
 
 
-def export_shapes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What an export of the unwrapped `model` (on meta) holds: its state dict, a tied tensor under its owner's name
-    alone."""
-    tied = tied_names(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def write_export(
     out: Path,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    fresh: PreTrainedModel,
+    tensors: Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]],
+    shapes: Mapping[str, torch.Size],
     dtype: torch.dtype,
     max_shard_size: str,
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    generation: GenerationConfig,
+    describe: Callable[[Path], object],
+    source: str | None = None,
 ) -> None:
     """Write a Hugging Face folder at `out`, replacing one that is there; weights first, then what describes them.
 
     Args:
-        tensors: every parameter once, whole, in any order and dtype.
-        fresh: the model on meta, unwrapped, that the export has to load into with nothing missing or left over.
-
-    Raises:
-        RuntimeError: the written files do not match `fresh`.
+        tensors: gives those parameters that it is asked for, each once, whole, in any order and dtype.
+        shapes: of every parameter, by name, a tied one under its owner's alone.
+        describe: writes the configuration and the tokenizer into a folder; and raises if the weights there, which it
+            finds written, are not the model's.
+        source: what is exported, and how; an interrupted export of the same is gone on with. None: begin anew.
     """
     draft = out.with_name(out.name + ".tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    with SafetensorsWriter(draft, export_shapes(fresh), dtype, max_shard_size) as writer:
-        for name, tensor in tensors:
+    marker = draft / SOURCE
+    if source is None or not marker.is_file() or marker.read_text() != source:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        marker.write_text(source or "")
+    with SafetensorsWriter(draft, shapes, dtype, max_shard_size) as writer:
+        for name, tensor in tensors(writer.missing):
             writer.write(name, tensor)
-    described = copy.deepcopy(config)
-    described.dtype, described.use_cache, described.architectures = dtype, True, [type(fresh).__name__]
-    described.pad_token_id = generation.pad_token_id
-    described.save_pretrained(draft)
-    tokenizer.save_pretrained(draft)
-    generation.save_pretrained(draft)
-    found = Weights(draft).problems(fresh)
-    if found:
-        raise RuntimeError("the export does not match the model: " + "; ".join(found))
+    describe(draft)
+    _set_dtype(draft / "config.json", dtype)
+    marker.unlink()
     _replace(out, draft)
+
+
+def describe(
+    folder: Path,
+    fresh: "PreTrainedModel",
+    config: "PretrainedConfig",
+    tokenizer: "PreTrainedTokenizerBase",
+    generation: "GenerationConfig",
+) -> None:
+    """Write what a model's folder holds beside its weights, of a model like `fresh`."""
+    described = copy.deepcopy(config)
+    described.use_cache, described.architectures = True, [type(fresh).__name__]
+    described.pad_token_id = generation.pad_token_id
+    described.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    generation.save_pretrained(folder)
+
+
+def _set_dtype(config: Path, dtype: torch.dtype) -> None:
+    values = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def _replace(out: Path, draft: Path) -> None:

@@ -52,20 +52,21 @@ def find_folder(args: ModelArguments, download: bool) -> tuple[Path, list[str]]:
     return folder, notes
 
 
-def load_config(folder: Path) -> PretrainedConfig:
+def load_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's configuration; one that comes with code of its own needs `trust_remote_code`."""
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, json.JSONDecodeError) as error:
         raise UserError(f"{folder}/config.json: {error}") from None
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer, with a pad token: its own, else <unk>, else the end token.
 
     Padding never enters the loss, whichever token it is; an existing one is taken so that the embedding keeps its size.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError) as error:
         raise UserError(f"no tokenizer in {folder}: {error}") from None
     if tokenizer.pad_token is None:
@@ -94,22 +95,28 @@ def attention_problems(args: ModelArguments, compute_dtype: torch.dtype, on_gpu:
     ]
 
 
-def meta_model(config: PretrainedConfig, attention: str | None, dtype: torch.dtype) -> PreTrainedModel:
+def meta_model(
+    config: PretrainedConfig, attention: str | None, dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model with parameters on meta in the master `dtype` and real buffers (RoPE in fp32)."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention or "sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention or "sdpa", trust_remote_code=trust_remote_code
+        )
     model.tie_weights()
     return model
 
 
-def load_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+def load_generation_config(
+    folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> GenerationConfig:
     """The model's generation config, made valid, before training: Llama-2 ships one that cannot be saved again
     (do_sample false with temperature and top_p set; transformers#29988)."""
     try:
         if (folder / "generation_config.json").is_file():
             generation = GenerationConfig.from_pretrained(folder)
         else:
-            generation = GenerationConfig.from_model_config(load_config(folder))
+            generation = GenerationConfig.from_model_config(config)
         samples = generation.temperature not in (None, 1.0) or generation.top_p not in (None, 1.0)
         generation.do_sample = bool(generation.do_sample or samples)
         generation.eos_token_id = _with(generation.eos_token_id, tokenizer.eos_token_id)

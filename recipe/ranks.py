@@ -15,6 +15,10 @@ def rank() -> int:
     return dist.get_rank()
 
 
+def world_size() -> int:
+    return dist.get_world_size()
+
+
 def is_main() -> bool:
     return dist.get_rank() == 0
 
@@ -33,8 +37,7 @@ def all_or_none(doing: str) -> Iterator[None]:
     except Exception as raised:  # noqa: BLE001 - it is raised again below, on every rank
         error = raised
     mine = None if error is None else (type(error).__name__, str(error), getattr(error, "problems", None))
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone: list = gather(mine)
     failed = {number: what for number, what in enumerate(everyone) if what is not None}
     if not failed:
         return
@@ -42,7 +45,14 @@ def all_or_none(doing: str) -> Iterator[None]:
         distinct = dict.fromkeys(p for _, _, problems in failed.values() for p in problems)
         raise UserError(*distinct) from error
     listed = "; ".join(f"rank {number}: {kind}: {text}" for number, (kind, text, _) in failed.items())
-    raise RuntimeError(f"{doing} failed on {len(failed)} of {len(everyone)} ranks: {listed}") from error
+    raise RuntimeError(f"{doing} failed on {len(failed)} of {world_size()} ranks: {listed}") from error
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's `value`, by rank, on every rank."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def from_main(value: T | None) -> T:

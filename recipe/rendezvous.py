@@ -51,7 +51,7 @@ class Rendezvous:
             TimeoutError: with the ranks that are missing.
         """
         self.set(name, value)
-        keys = [f"recipe/{name}/{rank}" for rank in range(self.world_size)]
+        keys = self._keys(name)
         began = time.monotonic()
         while not self._has(keys):
             if patience is not None and time.monotonic() - began > patience:
@@ -61,6 +61,32 @@ class Rendezvous:
                     "nodes up, and do their logs say more?"
                 )
         return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    def to_main(self, name: str, value: Any) -> list[Any] | None:
+        """Every rank's `value` of `name`, by rank, on rank 0; None elsewhere, at once. The store forgets them."""
+        self.set(name, value)
+        if self.rank != 0:
+            return None
+        keys = self._keys(name)
+        while not self._has(keys):
+            pass
+        values = [json.loads(self._store.get(key)) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return values
+
+    def from_main(self, name: str, value: Any) -> Any:
+        """Rank 0's `value` of `name`, on every rank, once rank 0 has come to it."""
+        key = f"recipe/{name}/0"
+        if self.rank == 0:
+            self.set(name, value)
+            return value
+        while not self._has([key]):
+            pass
+        return json.loads(self._store.get(key))
+
+    def _keys(self, name: str) -> list[str]:
+        return [f"recipe/{name}/{rank}" for rank in range(self.world_size)]
 
     def _has(self, keys: list[str]) -> bool:
         try:

@@ -24,8 +24,11 @@ from recipe.callbacks.dtypes import DtypeCheck
 from recipe.callbacks.meter import MeterCallback, StepMeter
 from recipe.callbacks.metrics import MetricsFile
 from recipe.callbacks.progress import Progress
+from recipe.callbacks.saving import CopyBeforeStep
 from recipe.callbacks.steps import StepRules
 from recipe.callbacks.stopping import StopOnRequest
+from recipe.checkpoint.manifest import Manifest
+from recipe.checkpoint.saver import Saver
 from recipe.data import PreparedData, prepare
 from recipe.errors import REPORTED, UserError, raise_if, record
 from recipe.model import meta_model, torch_dtype
@@ -33,6 +36,7 @@ from recipe.plan import flops
 from recipe.preflight import network
 from recipe.preflight.settings import rows
 from recipe.rendezvous import Rendezvous
+from recipe.sampling import SampleStream
 from recipe.sharding.plugin import build_plugin, open_cpu_door
 from recipe.stopping import Stopped, StopRequest
 from recipe.trainer import RecipeTrainer
@@ -51,18 +55,26 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
         found, lines = preflight.agree(rendezvous, report, arguments)
         data, run = prepare_data(arguments, found, rendezvous, watchdog)
     found.tokenizer.chat_template = data.template or found.tokenizer.chat_template
-    train_args.settle(num_rows=len(data.train), bf16=found.compute_dtype != found.master_dtype)
     resolved = run_folder.resolved(arguments)
     watchdog.at("joining the process group")
     train_args.activate(world_size, on_gpu)
     open_cpu_door()
     watchdog.at("measuring the network")
     lines += [*network.measure(train_args.device), *data.report.lines()]
-    watchdog.at("opening the run folder")
-    resume_from = open_run_folder(train_args, run, resolved, lines)
+    resume_from, stream = open_run_folder(train_args, run, resolved, lines, len(data.train), watchdog)
     meter = make_meter(found, train_args, world_size)
+    saver = Saver(
+        Path(train_args.output_dir),
+        Rendezvous(),
+        train_args.device,
+        in_background=train_args.async_save,
+        keep=train_args.save_total_limit,
+        keep_every=train_args.keep_every,
+    )
     trainer = RecipeTrainer(
-        model=meta_model(found.config, model_args.attn_implementation, found.master_dtype),
+        model=meta_model(
+            found.config, model_args.attn_implementation, found.master_dtype, train_args.trust_remote_code
+        ),
         args=train_args,
         train_dataset=data.train,
         eval_dataset=data.eval,
@@ -72,16 +84,19 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
         meter=meter,
         stop=stop,
         watchdog=watchdog,
+        stream=stream,
+        saver=saver,
         callbacks=[
             MeterCallback(meter),
             DtypeCheck(found.master_dtype),
-            StepRules(len(data.train), run["global_batch_size"], train_args.stop_at_step),
+            StepRules(stream, train_args.stop_at_step),
             StopOnRequest(stop),
+            CopyBeforeStep(saver),
             MetricsFile(Path(train_args.output_dir), meter),
             Progress(),
         ],
     )
-    trainer.train(resume_from_checkpoint=resume_from)
+    trainer.fit(resume_from)
     step = trainer.state.global_step
     asked_to_stop = stop.agreed(train_args.device)
     if train_args.export and step >= train_args.max_steps:
@@ -108,26 +123,38 @@ def prepare_data(
     with rendezvous.all_or_none("data"):
         data = prepare(data_args, train_args, found.tokenizer)
         raise_if(rows(train_args, len(data.train)))
+    train_args.settle(num_rows=len(data.train), bf16=found.compute_dtype != found.master_dtype)
     run = run_folder.fingerprint(arguments, data.fingerprint, found.folder, found.tokenizer)
     preflight.same_run(rendezvous, run)
     return data, run
 
 
 def open_run_folder(
-    args: TrainArguments, run: dict[str, Any], resolved: dict[str, Any], lines: list[str]
-) -> str | None:
-    """Claim the run folder and find the checkpoint to go on from (rank 0 looks, every rank learns); log `lines`
-    before."""
-    resume_from = None
+    args: TrainArguments,
+    run: dict[str, Any],
+    resolved: dict[str, Any],
+    lines: list[str],
+    num_rows: int,
+    watchdog: Watchdog,
+) -> tuple[str | None, SampleStream]:
+    """Claim the run folder and find the checkpoint to go on from, and the samples that come next; log `lines`
+    before. Collective."""
+    watchdog.at("opening the run folder")
+    run_dir, accepted = Path(args.output_dir), args.accept_changes or []
     with ranks.all_or_none("opening the run folder"):
         if ranks.is_main():
-            run_dir = Path(args.output_dir)
-            run_folder.claim(run_dir, run)
-            resume_from, found = run_folder.resume_point(run_dir, args.resume_from_checkpoint, run)
+            run_folder.claim(run_dir, run, accepted)
             run_folder.write_config(run_dir, resolved)
-            print("\n".join(f"recipe: {line}" for line in [*lines, *found]), flush=True)
-    resume_from = ranks.from_main(resume_from)
-    return None if resume_from is None else str(resume_from)
+            print("\n".join(f"recipe: {line}" for line in lines), flush=True)
+    folder, found = run_folder.resume_point(run_dir, args.resume_from_checkpoint, run, accepted, watchdog.at)
+    if ranks.is_main():
+        print("\n".join(f"recipe: {line}" for line in found), flush=True)
+    reached = None if folder is None else Manifest.read(folder)
+    done = (reached.step, reached.samples_seen) if reached else (0, 0)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    assert args.global_batch_size is not None, "the checks refuse that"
+    stream = SampleStream(num_rows, seed, args.global_batch_size, args.max_steps, *done)
+    return None if folder is None else str(folder), stream
 
 
 def make_meter(found: preflight.Found, train_args: TrainArguments, world_size: int) -> StepMeter:

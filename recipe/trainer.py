@@ -1,10 +1,12 @@
 """TRL's `SFTTrainer` with the recipe's loading, order of samples, loss, checkpoints and export. Thin: each override
 says what the stock method does otherwise, and calls the room that knows better."""
 
+import json
 import math
+import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +17,29 @@ from datasets import Dataset
 from torch import nn
 from torch.utils.data import Sampler
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PrinterCallback
+from transformers import PreTrainedModel, PrinterCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
 from recipe import ranks, sampling
 from recipe.arguments import TrainArguments
 from recipe.callbacks.meter import StepMeter
-from recipe.checkpoint import publish, retire, shards
+from recipe.checkpoint import shards
 from recipe.checkpoint.manifest import Manifest
-from recipe.errors import UserError
-from recipe.export import drain, write_export
+from recipe.checkpoint.saver import Content, Outcome, Saver
+from recipe.export import describe, drain, write_export
 from recipe.loading import StreamingLoader, Weights
 from recipe.loss import attach_summed_loss
 from recipe.model import torch_dtype
-from recipe.preflight import Found, versions
+from recipe.preflight import Found, code_version, versions
+from recipe.sampling import FINGERPRINT, FingerprintedBatches
 from recipe.sharding import claims, gather, state, wrap
 from recipe.sharding.quantized import LocalShardOptimizer
 from recipe.stopping import Stopped, StopRequest
 from recipe.watchdog import Watchdog
+
+SCHEDULER = "scheduler.json"
+SETTLE_SECONDS = 600.0  # until a rank whose training failed no longer waits for its save
 
 
 class RecipeTrainer(SFTTrainer):
@@ -46,6 +52,8 @@ class RecipeTrainer(SFTTrainer):
         meter: measures the steps.
         stop: what asks the run to stop.
         watchdog: hears of every piece of work done.
+        stream: which samples come, from where this start begins.
+        saver: writes the checkpoints.
     """
 
     model: Any
@@ -59,16 +67,20 @@ class RecipeTrainer(SFTTrainer):
         meter: StepMeter,
         stop: StopRequest,
         watchdog: Watchdog,
+        stream: sampling.SampleStream,
+        saver: Saver,
         **kwargs: Any,
     ):
         self.found, self.plugin, self.run, self.meter = found, plugin, run, meter
-        self.stop, self.watchdog = stop, watchdog
+        self.stop, self.watchdog, self.stream, self.saver = stop, watchdog, stream, saver
+        self._micro_batch = 0  # of the step that runs, on this rank
         self.sharding: claims.Sharding | None = None
         self.trained = False  # in this start
         optimizer = _optimizer(kwargs["args"], kwargs["model"])
         super().__init__(processing_class=found.tokenizer, optimizer_cls_and_kwargs=optimizer, **kwargs)
         self.remove_callback(PrinterCallback)  # it prints every log line; the progress bar shows what matters
         attach_summed_loss(self.model)
+        self.data_collator: Any = FingerprintedBatches(self.data_collator)
 
     # -- assembly --------------------------------------------------------------------------------------------------
 
@@ -86,9 +98,7 @@ class RecipeTrainer(SFTTrainer):
         began = time.perf_counter()
         weights = Weights(self.found.folder) if read_weights and ranks.is_main() else None
         broadcast = wrap.loader_broadcasts(self.accelerator)
-        loader = StreamingLoader(
-            self.model, weights, self.found.master_dtype, broadcast, self._loading
-        )
+        loader = StreamingLoader(self.model, weights, self.found.master_dtype, broadcast, self._loading)
         layers, parameters = self.model.config.num_hidden_layers, self.model.num_parameters()
         self.model = self.model_wrapped = wrap.shard(self.accelerator, self.model, loader)
         self.sharding = claims.inspect_sharding(self.accelerator, self.model, layers, parameters)
@@ -121,29 +131,31 @@ class RecipeTrainer(SFTTrainer):
     # -- data ------------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
-        """Stock: a shuffle per epoch, cut into batches per rank, whose tail depends on the number of ranks."""
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        samples = self.args.max_steps * self.args.global_batch_size
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return sampling.SampleStream(len(dataset), samples, seed)
+        """Stock: a shuffle per epoch, cut into batches per rank, whose tail depends on the number of ranks; and a
+        resume reads what came before once more."""
+        return self.stream
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        self._note(self.saver.poll())
         self.meter.begin()
         self.trained = True
+        self._micro_batch = 0
         self.watchdog.at(f"reading the batch of step {self.state.global_step + 1}")
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
-        """Stock: gathers the labels' count. Here one all-reduce carries it and the tokens', which a resume goes on
-        from."""
+        """Stock: gathers the labels' count. Here one all-reduce carries it, the tokens', which a resume goes on from,
+        and the fingerprint of the global batch."""
         self.meter.waited_for_data()
-        counts = torch.zeros(2, dtype=torch.int64)
+        counts = torch.zeros(3, dtype=torch.int64)
         for batch in batch_samples:
+            counts[2] += batch.pop(FINGERPRINT).cpu()
             counts[0] += batch["labels"][..., 1:].ne(-100).sum()
             counts[1] += batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
         counts = counts.to(device)
         dist.all_reduce(counts)
-        self.meter.counted(int(counts[1]))
+        tokens, fingerprint = counts[1:].tolist()
+        self.meter.counted(tokens, fingerprint)
         return counts[0]
 
     # -- numbers ---------------------------------------------------------------------------------------------------
@@ -153,11 +165,19 @@ class RecipeTrainer(SFTTrainer):
     ) -> Any:
         """TRL: also entropy and accuracy of each micro-batch, gathered and synchronised, and a recomputed head."""
         self.watchdog.at(f"training step {self.state.global_step + 1}")
+        self._seed_micro_batch()
         if return_outputs or self.args.loss_type != "nll" or self.label_smoother is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = model(**inputs, summed_loss=True)
         # FSDP averages gradients over the ranks; the loss is a mean over all tokens of the global batch.
         return loss * self.accelerator.num_processes / num_items_in_batch.clamp(min=1)
+
+    def _seed_micro_batch(self) -> None:
+        """So that dropout and the like depend on neither the number of ranks nor on where a run was resumed."""
+        number = self._micro_batch * ranks.world_size() + ranks.rank()
+        self._micro_batch += 1
+        first = self.stream.samples_at(self.state.global_step) + number * self.args.per_device_train_batch_size
+        torch.manual_seed(sampling.seed_of(self.args.seed, first))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """Stock: goes on. A norm that is not finite would put NaN into every parameter and moment at the next line."""
@@ -195,6 +215,7 @@ class RecipeTrainer(SFTTrainer):
                     stopped = self.control.should_save = self.control.should_training_stop = True
                     break
                 inputs = self._prepare_inputs(inputs)
+                del inputs[FINGERPRINT]
                 totals[1] += inputs["labels"][..., 1:].ne(-100).sum()
                 totals[0] += model(**inputs, summed_loss=True)
         model.train()
@@ -214,59 +235,93 @@ class RecipeTrainer(SFTTrainer):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Stock: writes in place, so a crash leaves a newest checkpoint that is not one."""
-        saving = f"saving checkpoint {self.state.global_step}"
-        self.watchdog.at(saving)
-        run_dir = Path(self.args.output_dir)
-        began = time.perf_counter()
-        summing = partial(self.watchdog.at, f"{saving}: checksums")
-        with publish.publishing(run_dir, self.state.global_step, self._describe, summing) as folder:
-            self.watchdog.at(f"{saving}: model")
-            shards.save(folder, shards.MODEL, state.model_state(self.model, self.args.device))
-            self.watchdog.at(f"{saving}: optimizer")
-            optimizer = state.optimizer_state(self.model, self.optimizer.optimizer, self.args.device)
-            shards.save(folder, shards.OPTIMIZER, optimizer)
-            self._save_rng_state(str(folder))
-            if ranks.is_main():
-                torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
-                self.state.save_to_json(str(folder / "trainer_state.json"))
-                self.found.config.save_pretrained(folder)
-                self.found.generation.save_pretrained(folder)
-                self.processing_class.save_pretrained(folder)
-        with ranks.all_or_none("deleting old checkpoints"):
-            if ranks.is_main():
-                retire.retire(run_dir, self.args.save_total_limit)
-        step, took = self.state.global_step, time.perf_counter() - began
-        _say(f"checkpoint-{step} saved in {took:.1f} s")
+    def fit(self, resume_from: str | None) -> None:
+        """Train to the end, or to a request to stop; then wait for the save in flight. If training fails on this rank,
+        the save may still end well on all of them: their threads need no rank that trains."""
+        try:
+            self.train(resume_from_checkpoint=resume_from)
+        except Exception:
+            outcome = self.saver.finish(patience=SETTLE_SECONDS)
+            if outcome is not None and not outcome.failures:
+                tqdm.write(f"recipe: checkpoint-{outcome.step}, which was being saved, is whole")
+            raise
+        self._note(self.saver.finish(self._saving))
 
-    def _describe(self) -> Manifest:
+    def _saving(self, phase: str) -> None:
+        self.watchdog.at(f"waiting for the save: {phase}")
+
+    def _note(self, outcome: Outcome | None) -> None:
+        """Log how a save ended; raises if it failed."""
+        if outcome is None:
+            return
+        outcome.raise_if_failed()
+        self.log({"save_step": outcome.step, "save_pause_seconds": outcome.pause, "save_total_seconds": outcome.total})
+        retired = f"; deleted {', '.join(outcome.retired)}" if outcome.retired else ""
+        _say(f"checkpoint-{outcome.step} saved in {outcome.total:.1f} s, pause {outcome.pause:.2f} s{retired}")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Stock: writes in place, so a crash leaves a newest checkpoint that is not one; and training waits."""
+        self._note(self.saver.finish(self._saving))
+        self.watchdog.at(f"saving checkpoint {self.state.global_step}")
+        texts = {"trainer_state.json": _as_text(self.state), SCHEDULER: json.dumps(self._schedule())}
+        pieces = {
+            shards.MODEL: state.model_pieces(self._shard_map),
+            shards.OPTIMIZER: state.optimizer_pieces(self._shard_map, self.optimizer.optimizer),
+        }
+        self.saver.save(Content(pieces, texts, self._describe_model, self._manifest()))
+        if not self.args.async_save:
+            self._note(self.saver.finish(self._saving))
+
+    @cached_property
+    def _shard_map(self) -> state.ShardMap:
+        return state.ShardMap(self.model, {name: p.shape for name, p in self.found.fresh.named_parameters()})
+
+    def _describe_model(self, folder: Path) -> None:
+        describe(folder, self.found.fresh, self.found.config, self.found.tokenizer, self.found.generation)
+
+    def _manifest(self) -> Manifest:
         assert self.sharding is not None
         seen = {"tokens_seen": self.state.num_input_tokens_seen, "epoch": self.state.epoch}
-        details = {"sharding": vars(self.sharding), "versions": versions(), **seen}
-        return Manifest(self.state.global_step, self.accelerator.num_processes, self.run, details)
+        vocabulary = {"vocab_size": self.found.config.vocab_size, "tokens": len(self.found.tokenizer)}
+        details = {"sharding": vars(self.sharding), "vocabulary": vocabulary, "versions": versions(), **seen}
+        step, samples = self.state.global_step, self.stream.samples_at(self.state.global_step)
+        return Manifest(step, samples, self.accelerator.num_processes, self.run, details | {"code": code_version()})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Stock: Accelerate's loader, of the same files."""
-        self.watchdog.at(f"loading the model of {resume_from_checkpoint}")
         folder = Path(resume_from_checkpoint)
         with ranks.all_or_none(f"loading {folder}"):
-            loaded = shards.load(folder, shards.MODEL, state.model_state(self.model, self.args.device))
-            state.load_model_state(self.model, loaded, self.args.device)
+            self._read(folder / shards.MODEL, state.model_pieces(self._shard_map))
+
+    def _read(self, folder: Path, pieces: list[shards.Piece]) -> None:
+        shards.Reader(folder).read(pieces, lambda piece: self.watchdog.at(f"loading {piece.index.fqn} of {folder}"))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Stock: loads an FSDP1 optimizer's moments into nothing, in silence (see `recipe.sharding.state`)."""
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        self.watchdog.at(f"loading the optimizer of {folder}")
         with ranks.all_or_none(f"loading the optimizer of {folder}"):
-            if not (folder / shards.OPTIMIZER / ".metadata").is_file():
-                raise UserError(f"{folder} has no optimizer state ({shards.OPTIMIZER}); resume from another checkpoint")
-            mine = state.optimizer_state(self.model, self.optimizer.optimizer, self.args.device)
-            loaded = shards.load(folder, shards.OPTIMIZER, mine)
-            state.load_optimizer_state(self.model, self.optimizer.optimizer, loaded, self.args.device)
-            self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+            read = partial(self._read, folder / shards.OPTIMIZER)
+            state.load_optimizer(self._shard_map, self.optimizer.optimizer, read)
+            self._set_schedule(json.loads((folder / SCHEDULER).read_text()))
+
+    def _schedule(self) -> dict[str, Any]:
+        """Where the learning rate is: what counts, and not what the configuration says."""
+        known = self.lr_scheduler.state_dict()
+        return {key: value for key, value in known.items() if key not in ("base_lrs", "lr_lambdas", "_last_lr")}
+
+    def _set_schedule(self, schedule: dict[str, Any]) -> None:
+        """Go on at that place of the schedule that the configuration asks for."""
+        scheduler = self.lr_scheduler
+        scheduler.load_state_dict(scheduler.state_dict() | schedule)
+        scheduler._last_lr = scheduler.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, scheduler._last_lr, strict=True):
+            group["lr"] = rate
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Stock: each rank's generators, from a pickle. Here a micro-batch's random numbers follow from its place in
+        the run (`sampling.seed_of`), so there is nothing to load, and other numbers of ranks draw the same."""
 
     # -- export ----------------------------------------------------------------------------------------------------
 
@@ -279,12 +334,17 @@ class RecipeTrainer(SFTTrainer):
             try:
                 if ranks.is_main():
                     dtype = torch_dtype(self.args.export_dtype)
-                    found, shard_size = self.found, self.args.max_shard_size
-                    described = (found.config, found.tokenizer, found.generation)
-                    write_export(out, tensors, found.fresh, dtype, shard_size, *described)
+                    shapes = {name: p.shape for name, p in self.found.fresh.named_parameters()}
+                    write_export(out, lambda _: tensors, shapes, dtype, self.args.max_shard_size, self._describe_export)
             finally:
                 drain(tensors)  # gathers are collective: every rank goes through all of them, whatever failed here
         _say(f"exported to {out}")
+
+    def _describe_export(self, folder: Path) -> None:
+        self._describe_model(folder)
+        found = Weights(folder).problems(self.found.fresh)
+        if found:
+            raise RuntimeError("the export does not match the model: " + "; ".join(found))
 
     def _unless_stopped(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """`tensors`, until a request to stop; all ranks take part. With the last step in a checkpoint, another start
@@ -302,6 +362,12 @@ def _say(*lines: str) -> None:
     """To the log, on rank 0 (Accelerate's print speaks on every node), past the progress bar."""
     if ranks.is_main():
         tqdm.write("\n".join(f"recipe: {line}" for line in lines))
+
+
+def _as_text(state: TrainerState) -> str:
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        state.save_to_json(file.name)
+        return file.read()
 
 
 def _optimizer(

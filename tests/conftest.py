@@ -116,8 +116,15 @@ class Finished:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        """Of training and evaluation."""
+        return [line for line in self._lines() if "save_step" not in line]
+
+    @property
+    def saves(self) -> list[dict[str, Any]]:
+        return [line for line in self._lines() if "save_step" in line]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
     def column(self, key: str) -> list[Any]:
         return [line[key] for line in self.metrics if key in line]

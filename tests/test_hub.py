@@ -128,7 +128,7 @@ def test_reading_a_cached_model_makes_no_request_either(user):
         "from recipe import model; from recipe.arguments import ModelArguments; from recipe.loading import Weights\n"
         "folder, _ = model.find_folder(ModelArguments(model_name_or_path='owner/tiny'), download=True)\n"
         "config, tokenizer = model.load_config(folder), model.load_tokenizer(folder)\n"
-        "model.load_generation_config(folder, tokenizer)\n"
+        "model.load_generation_config(folder, config, tokenizer)\n"
         "print(Weights(folder).problems(model.meta_model(config, None, model.torch_dtype('float32'))))"
     )
     user.resolve("owner/tiny")

@@ -173,7 +173,7 @@ def generation_of(folder: Path, values: dict | None) -> GenerationConfig:
     path.unlink(missing_ok=True)
     if values is not None:
         path.write_text(json.dumps(values))
-    return load_generation_config(folder, load_tokenizer(folder))
+    return load_generation_config(folder, load_config(folder), load_tokenizer(folder))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ class StepMeter:
         flops_per_token: see `recipe.plan.flops.flops_per_token`.
         peak_flops: of one GPU, None where not known; then there is no MFU.
         peak_memory: bytes of each rank, as of the last `summary`.
+        batch_fingerprints: of each step's global batch, of the steps that the last `summary` was of.
     """
 
     device: torch.device
@@ -38,8 +39,11 @@ class StepMeter:
     seconds: float = 0.0
     data_wait: float = 0.0
     peak_memory: list[int] = field(default_factory=list)
+    batch_fingerprints: list[str] = field(default_factory=list)
     _began: float = 0.0
     _step_tokens: int = 0
+    _step_fingerprint: int = 0
+    _fingerprints: list[str] = field(default_factory=list)
 
     def begin(self) -> None:
         self._began = time.perf_counter()
@@ -47,15 +51,17 @@ class StepMeter:
     def waited_for_data(self) -> None:
         self.data_wait += time.perf_counter() - self._began
 
-    def counted(self, tokens: int) -> None:
-        """The global batch of the step that runs has `tokens` tokens, without padding."""
-        self._step_tokens = tokens
+    def counted(self, tokens: int, fingerprint: int) -> None:
+        """The global batch of the step that runs has `tokens` tokens, without padding, and this fingerprint
+        (`recipe.sampling.FingerprintedBatches`, summed over the ranks)."""
+        self._step_tokens, self._step_fingerprint = tokens, fingerprint
 
     def end(self) -> int:
         """The step has ended; returns its tokens."""
         self.seconds += time.perf_counter() - self._began
         self.steps += 1
         self.tokens += self._step_tokens
+        self._fingerprints.append(f"{self._step_fingerprint % (1 << 64):016x}")
         return self._step_tokens
 
     def summary(self) -> dict[str, float]:
@@ -64,6 +70,7 @@ class StepMeter:
             return {}
         speed = self.tokens / self.seconds
         self.peak_memory = self._memory_by_rank()
+        self.batch_fingerprints, self._fingerprints = self._fingerprints, []
         metrics = {
             "tokens_per_second": speed,
             "tokens_per_second_per_gpu": speed / self.world_size,

@@ -12,7 +12,7 @@ FILE = "metrics.jsonl"
 
 
 class MetricsFile(TrainerCallback):
-    """Appends what the trainer logs, and each rank's peak memory; on rank 0."""
+    """Appends what the trainer logs, each rank's peak memory, and what was trained on; on rank 0."""
 
     def __init__(self, run_dir: Path, meter: StepMeter):
         self.path, self.meter = run_dir / FILE, meter
@@ -26,9 +26,13 @@ class MetricsFile(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
-        if state.is_world_process_zero and ("loss" in logs or "eval_loss" in logs):
+        if state.is_world_process_zero and logs.keys() & {"loss", "eval_loss", "save_step"}:
+            extra: dict[str, Any] = {}
+            if "loss" in logs:
+                extra["peak_memory_bytes"] = self.meter.peak_memory
+                extra["batch_fingerprints"] = self.meter.batch_fingerprints  # one for each step since the last line
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             with self.path.open("a") as file:
-                extra = {"peak_memory_bytes": self.meter.peak_memory} if "loss" in logs else {}
                 file.write(json.dumps({"step": state.global_step, **logs, **extra}) + "\n")
 
 

@@ -4,19 +4,19 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from recipe.sampling import SampleStream
+
 
 class StepRules(TrainerCallback):
     """Counts epochs by samples, and leaves after `stop_at_step` with a checkpoint.
 
     Args:
-        samples_per_epoch: rows of the training set.
-        global_batch_size: samples of a step.
+        stream: the run's samples.
         stop_at_step: leave after this step as if interrupted, the schedule unchanged; None: never.
     """
 
-    def __init__(self, samples_per_epoch: int, global_batch_size: int, stop_at_step: int | None):
-        self.samples_per_epoch, self.global_batch_size = samples_per_epoch, global_batch_size
-        self.stop_at_step = stop_at_step
+    def __init__(self, stream: SampleStream, stop_at_step: int | None):
+        self.stream, self.stop_at_step = stream, stop_at_step
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # A resumed state carries the old run's intervals; the configuration of today decides.
@@ -24,6 +24,6 @@ class StepRules(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # The trainer sees the whole run as one epoch of the sample stream (recipe.sampling).
-        state.epoch = state.global_step * self.global_batch_size / self.samples_per_epoch
+        state.epoch = self.stream.samples_at(state.global_step) / self.stream.num_rows
         if self.stop_at_step is not None and state.global_step >= self.stop_at_step:
             control.should_save = control.should_training_stop = True

@@ -1,10 +1,10 @@
-"""Find the checkpoint to resume from: the newest that is complete, not the one with the highest number."""
+"""Find the checkpoint to resume from: the newest that is whole, not the one with the highest number."""
 
 import re
 from pathlib import Path
 
-from recipe.checkpoint.manifest import Manifest, problems
-from recipe.errors import UserError
+from recipe.checkpoint.manifest import Manifest
+from recipe.checkpoint.verify import size_problem
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 
@@ -25,31 +25,10 @@ def candidates(run_dir: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def newest_complete(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint of `run_dir` (or None), and why each newer one was passed over."""
-    passed_over: list[str] = []
-    for folder in candidates(run_dir):
-        why = defect(folder)
-        if why is None:
-            return folder, passed_over
-        passed_over.append(f"{folder.name}: {why}")
-    return None, passed_over
-
-
 def defect(folder: Path) -> str | None:
     """Why `folder` is no complete checkpoint, by its manifest and its files' sizes; None if it is one."""
     try:
-        found = problems(folder, Manifest.read(folder))
+        manifest = Manifest.read(folder)
     except ValueError as error:
         return str(error)
-    return "; ".join(found) or None
-
-
-def require_complete(folder: Path) -> Path:
-    """`folder`, or `UserError` with what is wrong with it."""
-    if not folder.is_dir():
-        raise UserError(f"resume_from_checkpoint '{folder}' is no folder; give 'auto', 'none' or a checkpoint's folder")
-    why = defect(folder)
-    if why is not None:
-        raise UserError(f"resume_from_checkpoint '{folder}' is not a complete checkpoint: {why}")
-    return folder
+    return "; ".join(filter(None, (size_problem(folder, manifest, name) for name in sorted(manifest.files)))) or None

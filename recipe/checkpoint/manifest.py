@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 FILE = "manifest.json"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -19,13 +19,15 @@ class Manifest:
 
     Attributes:
         step: optimizer steps done.
+        samples_seen: samples of the stream (`recipe.sampling`) that these steps took; the next one takes those after.
         world_size: ranks that wrote it.
-        run: what makes a run this run (`recipe.train.fingerprint`): data, model, tokenizer, batch, seed, length, ...
-        details: what a reader wants to know: strategy, dtypes, versions, tokens seen.
+        run: what makes a run this run (`recipe.run_folder.fingerprint`): data, model, tokenizer, batch, seed, ...
+        details: what a reader wants to know: strategy, wrap, dtypes, vocabulary rows, versions, tokens seen.
         files: {path relative to the checkpoint: {"size": bytes, "xxh3_64": hex digest}}.
     """
 
     step: int
+    samples_seen: int
     world_size: int
     run: dict[str, Any]
     details: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Manifest:
                 return cls(**raw)
         except FileNotFoundError:
             raise ValueError(f"it has no {FILE}: it was never finished") from None
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError, OSError) as error:
             raise ValueError(f"its {FILE} cannot be read ({error})") from None
         raise ValueError(f"its {FILE} is of version {raw['version']}, and this code reads version {VERSION}")
 
@@ -58,27 +60,16 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
     return {name: {"size": (folder / name).stat().st_size, "xxh3_64": checksum(folder / name)} for name in names}
 
 
-def checksum(path: Path) -> str:
+def checksum(path: Path, on_block: Callable[[], object] = lambda: None) -> str:
+    """xxh3 of a file's content, in hex. `on_block` is called every few megabytes."""
     digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
+    block = memoryview(bytearray(1 << 22))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
+            on_block()
+            digest.update(block[:size])
     return digest.hexdigest()
 
 
 def list_files(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != FILE)
-
-
-def problems(folder: Path, manifest: Manifest, *, checksums: bool = False) -> list[str]:
-    """What is wrong with a checkpoint's files: missing, of another size or, with `checksums`, of other content."""
-    found = []
-    for name, expected in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            found.append(f"{name} is missing")
-        elif path.stat().st_size != expected["size"]:
-            found.append(f"{name} has {path.stat().st_size:,} bytes and was written with {expected['size']:,}")
-        elif checksums and checksum(path) != expected["xxh3_64"]:
-            found.append(f"{name} has other content than was written")
-    return found

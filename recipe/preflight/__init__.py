@@ -4,7 +4,7 @@ Each check returns its problems, so that the user mends them in one go and not o
 process can see, on a login node too; `agree` puts together what all ranks of a job saw.
 """
 
-from recipe.preflight.local import Found, Report, inspect, versions
+from recipe.preflight.local import Found, Report, code_version, inspect, versions
 from recipe.preflight.nodes import agree, same_run
 
-__all__ = ["Found", "Report", "agree", "inspect", "same_run", "versions"]
+__all__ = ["Found", "Report", "agree", "code_version", "inspect", "same_run", "versions"]

@@ -1,5 +1,6 @@
 """What one process can see of a run: its keys, its model's files, its data, its disk."""
 
+import subprocess
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from recipe import __version__
 from recipe import data as datasets
 from recipe import model as models
 from recipe.arguments import Arguments, ModelArguments, TrainArguments
@@ -70,6 +72,20 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in names}
 
 
+def code_version() -> str:
+    """The revision of this code, by git where it is a checkout (with `+changes` where files differ from it), else by
+    version."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        revision = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return __version__
+    return f"{revision.strip()}{'+changes' if changed else ''}"
+
+
 def _read_model(
     model: ModelArguments, train: TrainArguments, compute_dtype: torch.dtype, launched: bool, report: Report
 ) -> Found:
@@ -77,10 +93,11 @@ def _read_model(
     read."""
     folder, awaited = models.find_folder(model, download=launched)  # a check from a shell fetches no weights
     report.warnings += awaited
-    config, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
+    trust = train.trust_remote_code
+    config, tokenizer = models.load_config(folder, trust), models.load_tokenizer(folder, trust)
     master_dtype = models.torch_dtype(model.param_dtype)
     # The attention has been checked, and may be one that cannot be built here; shapes do not depend on it.
-    fresh = models.meta_model(config, "sdpa", master_dtype)
+    fresh = models.meta_model(config, "sdpa", master_dtype, trust)
     report.problems += models.vocabulary_problems(config, tokenizer) + models.head_problems(fresh)
     positions = config.max_position_embeddings
     if train.max_length is not None and train.max_length > positions:
@@ -89,7 +106,7 @@ def _read_model(
         )
     generation = GenerationConfig()
     try:
-        generation = models.load_generation_config(folder, tokenizer)
+        generation = models.load_generation_config(folder, config, tokenizer)
         report.problems += [] if awaited else Weights(folder).problems(fresh)
     except UserError as error:
         report.problems += error.problems

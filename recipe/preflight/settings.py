@@ -129,6 +129,12 @@ def unsupported(model: ModelArguments, train: TrainArguments) -> list[str]:
             problems.append(f"{key} is '{getattr(train, key)}'; set 'steps' (with {key.split('_')[0]}_steps) or 'no'")
     if train.optim not in OPTIMIZERS:
         problems.append(f"optim '{train.optim}' is not known to resume under FSDP; set one of {', '.join(OPTIMIZERS)}")
+    if train.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        problems.append(
+            f"lr_scheduler_type is '{train.lr_scheduler_type}'; set one that depends on the step alone, such as cosine"
+        )
+    if train.keep_every is not None and train.keep_every < 1:
+        problems.append(f"keep_every is {train.keep_every}; set steps, a multiple of save_steps, or leave it out")
     if model.dtype is not None:
         problems.append(f"dtype is '{model.dtype}'; set param_dtype instead: it is the dtype of weights and moments")
     checkpointing = (

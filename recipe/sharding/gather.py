@@ -17,7 +17,8 @@ def clean_name(name: str) -> str:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a parameter or of what is sharded like it: a plain tensor under FSDP1 and FSDP2."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def sharded_like(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from recipe.sharding.gather import local_part, sharded_like
+from recipe.sharding.gather import local_part
 
 if TYPE_CHECKING:  # bitsandbytes looks for its libraries when it is imported, and says so; most runs do not need it
     from bitsandbytes.optim.optimizer import Optimizer8bit
@@ -76,35 +76,34 @@ class LocalShardOptimizer(torch.optim.Optimizer):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def show_dense(self) -> None:
-        """Fill `state` with what a torch AdamW would have there; `hide_dense` frees it again. 32-bit moments are not
-        copied."""
+    def dense(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """What a torch AdamW would have as the state of each parameter's local shard. 32-bit moments are not copied;
+        others go to host memory, one at a time."""
         inner = self.inner
+        dense: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for parameter in self._parameters():
             state = inner.state.get(self._local.get(parameter), {})
-            dense: dict[str, Any] = {"step": torch.tensor(float(state.get("step", 0)))}
+            dense[parameter] = {"step": torch.tensor(float(state.get("step", 0)))}
             for name, suffix in MOMENTS.items():
-                value = _dense(state, suffix) if state else torch.zeros_like(local_part(parameter), dtype=torch.float32)
-                dense[name] = sharded_like(value, parameter)
-            self.state[parameter] = dense
-
-    def hide_dense(self) -> None:
-        self.state.clear()
+                shard = local_part(parameter)
+                dense[parameter][name] = (
+                    _dense(state, suffix) if state else torch.zeros_like(shard, dtype=torch.float32)
+                )
+        return dense
 
     @torch.no_grad()
-    def take_dense(self) -> None:
-        """Put the moments that were loaded into `state` where bitsandbytes keeps them, in its own precision."""
+    def take_dense(self, states: dict[nn.Parameter, dict[str, torch.Tensor]]) -> None:
+        """Put moments that were loaded where bitsandbytes keeps them, in its own precision."""
         inner = self.inner
         indices = {id(p): (g, i) for g, group in enumerate(inner.param_groups) for i, p in enumerate(group["params"])}
         for parameter, local in self._local.items():
             g, i = indices[id(local)]
             inner.init_state(inner.param_groups[g], local, g, i)
-            state, dense = inner.state[local], self.state[parameter]
+            state, dense = inner.state[local], states[parameter]
             state["step"] = int(dense["step"])
             for name, suffix in MOMENTS.items():
-                _store(state, suffix, local_part(dense[name]))
+                _store(state, suffix, dense[name])
         inner.initialized = True
-        self.hide_dense()
 
 
 def _dense(state: dict[str, Any], suffix: str) -> torch.Tensor:
@@ -124,7 +123,7 @@ def _dense(state: dict[str, Any], suffix: str) -> torch.Tensor:
     lowest = blocks.argmin(dim=1, keepdim=True)
     rounded = blocks.amax(dim=1) < scales  # so the scale was a negative element's magnitude
     blocks.scatter_(1, lowest, torch.where(rounded, -scales, blocks.gather(1, lowest).squeeze(1)).unsqueeze(1))
-    return blocks.view(-1)[: codes.numel()].view_as(codes)
+    return blocks.view(-1)[: codes.numel()].view_as(codes).cpu()
 
 
 def _store(state: dict[str, Any], suffix: str, dense: torch.Tensor) -> None:

@@ -1,0 +1,56 @@
+"""DCP's `.metadata` is a pickle, and a pickle runs whatever it names: here it may name only what a checkpoint needs."""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+_DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+# Classes and functions that torch 2.4 to 2.13 put into a `.metadata`, of FSDP1 and of FSDP2; none of them runs code of
+# the file's. Dtypes are named as attributes of torch.
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *_DTYPES},
+    "pathlib": {"PosixPath", "Path"},
+    "pathlib._local": {"PosixPath", "Path"},  # Python 3.13's name of it
+    "collections": {"OrderedDict"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs, and was not opened")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read a `.metadata` without running anything that it brings.
+
+    Raises:
+        ValueError: it is missing, cut off, or names anything but what describes tensors.
+    """
+    try:
+        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except Exception as error:  # noqa: BLE001 - a pickle of other content raises whatever it likes
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, Metadata):
+        raise ValueError(f"{path} holds a {type(found).__name__} and no metadata of a checkpoint")
+    found.storage_meta = found.storage_meta or StorageMeta()
+    return found
