@@ -32,3 +32,14 @@ def defect(folder: Path) -> str | None:
     except ValueError as error:
         return str(error)
     return "; ".join(filter(None, (size_problem(folder, manifest, name) for name in sorted(manifest.files)))) or None
+
+
+def newest_complete(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint of `run_dir` without a defect (or None), and why each newer one was passed over."""
+    passed_over: list[str] = []
+    for folder in candidates(run_dir):
+        why = defect(folder)
+        if why is None:
+            return folder, passed_over
+        passed_over.append(f"{folder.name}: {why}")
+    return None, passed_over

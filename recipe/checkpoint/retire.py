@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipe.checkpoint.find import candidates, defect, step_of
+from recipe.checkpoint.find import candidates, newest_complete, step_of
 from recipe.checkpoint.publish import discard
 
 
@@ -11,13 +11,12 @@ def retire(run_dir: Path, keep: int | None, keep_every: int | None = None) -> li
     returns the folders removed."""
     if keep is None:
         return []
-    found = candidates(run_dir)
-    newest = next((folder for folder in found if defect(folder) is None), None)
+    newest, _ = newest_complete(run_dir)
     if newest is None:
         return []  # somebody may still make something of one of them
     old = [
         folder
-        for folder in found[max(1, keep) :]
+        for folder in candidates(run_dir)[max(1, keep) :]
         if folder != newest and not (keep_every and step_of(folder) % keep_every == 0)
     ]
     for folder in old:
