@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,21 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from recipe import noise  # noqa: F401 - for what importing it does
-from recipe.export import SafetensorsWriter, export_shapes
-from recipe.model import meta_model
+from recipe import (
+    noise,  # noqa: F401 - for what importing it does
+    ranks,
+)
+from recipe.checkpoint import shards
+from recipe.export import SafetensorsWriter
+from recipe.model import load_config, meta_model
+from recipe.sharding import state
 from recipe.sharding.plugin import open_cpu_door
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,10 +71,11 @@ def write_model(folder: Path, config: LlamaConfig, dtype: torch.dtype = torch.bf
     folder.mkdir(parents=True)
     model = meta_model(config, None, dtype)
     generator = torch.Generator().manual_seed(0)
-    with SafetensorsWriter(folder, export_shapes(model), dtype, "1GB") as writer:
-        for name, like in export_shapes(model).items():
-            is_norm = like.dim() == 1
-            value = torch.ones(like.shape) if is_norm else torch.empty(like.shape).normal_(0, 0.02, generator=generator)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with SafetensorsWriter(folder, shapes, dtype, "1GB") as writer:
+        for name, shape in shapes.items():
+            is_norm = len(shape) == 1
+            value = torch.ones(shape) if is_norm else torch.empty(shape).normal_(0, 0.02, generator=generator)
             writer.write(name, value)
     config.save_pretrained(folder)
     return model.num_parameters()
@@ -137,7 +145,41 @@ def shard_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in local)
 
 
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def shard_map(folder: Path, model: nn.Module) -> state.ShardMap:
+    """Which part of each parameter this rank holds of the sharded model of `folder`."""
+    fresh = meta_model(load_config(folder), None, torch.float32)
+    return state.ShardMap(model, {name: parameter.shape for name, parameter in fresh.named_parameters()})
+
+
+def write_pieces(folder: Path, pieces: list[shards.Piece]) -> None:
+    """Write sharded files of what all ranks hold. Collective."""
+    layout = shards.agree(pieces)
+    written = shards.write(folder, layout, {piece.index: piece.data for piece in pieces})
+    everyone = ranks.gather(written.items)
+    if ranks.is_main():
+        shards.finish(folder, layout, everyone)
+    dist.barrier()
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def run_alone(*command: str) -> dict[str, float]:
+    """Run a command as a user does: its seconds, with its start, and the memory of its largest process, in bytes.
+
+    The kernel counts in what a process was forked from, so a small one starts it."""
+    start = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)"
+    say = "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    began = time.perf_counter()
+    wrapped = [sys.executable, "-c", f"{start}; {say}", *command]
+    done = subprocess.run(wrapped, cwd=ROOT, text=True, capture_output=True)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        sys.exit(f"{done.stderr}\nfailed: {' '.join(command)}")
+    return {"seconds": seconds, "peak": int(done.stdout) * 1024}
 
 
 def run_ranks(module: str, job: dict[str, Any], spread: str = "fsdp1", num_ranks: int = NUM_RANKS) -> list[dict]:

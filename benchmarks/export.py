@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from safetensors import safe_open
 
 from benchmarks import common
 from recipe.checkpoint import shards
-from recipe.export import drain, write_export
+from recipe.export import describe, drain, write_export
 from recipe.loading import StreamingLoader, Weights
 from recipe.model import load_config, load_generation_config, load_tokenizer, meta_model, torch_dtype
 from recipe.ranks import is_main
@@ -52,22 +53,24 @@ def sharded_model(folder: Path) -> tuple[Accelerator, torch.nn.Module]:
 
 
 def checkpoint(folder: Path, out: Path) -> dict[str, Any]:
-    accelerator, model = sharded_model(folder)
-    shards.save(out, shards.MODEL, state.model_state(model, accelerator.device))
+    _, model = sharded_model(folder)
+    common.write_pieces(out / shards.MODEL, state.model_pieces(common.shard_map(folder, model)))
     return {}
 
 
 def ours(folder: Path, out: Path, dtype: str) -> dict[str, Any]:
     accelerator, model = sharded_model(folder)
     config, tokenizer = load_config(folder), load_tokenizer(folder)
-    fresh, generation = meta_model(config, None, MASTER_DTYPE), load_generation_config(folder, tokenizer)
+    fresh, generation = meta_model(config, None, MASTER_DTYPE), load_generation_config(folder, config, tokenizer)
+    shapes = {name: p.shape for name, p in fresh.named_parameters()}
+    about = partial(describe, fresh=fresh, config=config, tokenizer=tokenizer, generation=generation)
     dist.barrier()
     with common.AnonymousMemory() as memory:
         began, cpu_began = time.perf_counter(), time.process_time()
         accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         tensors = gather.full_parameters(model)
         if is_main():
-            write_export(out, tensors, fresh, torch_dtype(dtype), "5GB", config, tokenizer, generation)
+            write_export(out, lambda _: tensors, shapes, torch_dtype(dtype), "5GB", about)
         drain(tensors)
         dist.barrier()
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began

@@ -155,6 +155,10 @@ class TrainArguments(SFTConfig):
         if isinstance(self.activation_checkpointing_kwargs, str):
             self.activation_checkpointing_kwargs = json.loads(self.activation_checkpointing_kwargs)
 
+    def accepted_changes(self) -> list[str]:
+        """Keys, given as a list or in one text."""
+        return [key for text in self.accept_changes or [] for key in text.replace(",", " ").split()]
+
     def checkpointing_kwargs(self) -> dict[str, Any]:
         assert not isinstance(self.activation_checkpointing_kwargs, str), "__post_init__ has read it"
         return self.activation_checkpointing_kwargs or {}

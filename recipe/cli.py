@@ -80,24 +80,36 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     def run(args: argparse.Namespace) -> int:
         from recipe.checkpoint.verify import verify
 
-        problems = 0
+        found: list[bool] = []
         try:
+            if not args.checkpoint.is_dir():
+                print(f"recipe: {args.checkpoint} is no folder", file=sys.stderr)
+                return 1
             for name, problem in verify(args.checkpoint, fast=args.fast, processes=args.processes):
-                problems += problem is not None
+                found.append(problem is None)
                 print(f"ok     {name}" if problem is None else f"BROKEN {problem}", flush=True)
         except ValueError as error:
             print(f"recipe: {args.checkpoint} is no whole checkpoint: {error}", file=sys.stderr)
             return 1
-        what = "sizes" if args.fast else "content"
-        verdict = f"{problems} files are broken" if problems else f"ok, by {what}"
+        broken = found.count(False)
+        verdict = f"ok, by {'sizes' if args.fast else 'content'}"
+        if broken:
+            verdict = f"{broken} of {len(found)} files {'is' if broken == 1 else 'are'} not what was written"
         print(f"recipe: {args.checkpoint}: {verdict}")
-        return int(problems > 0)
+        return int(broken > 0)
 
     parser.description = "Exit code: 0, every file is what was written; 1, one is not."
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint's folder")
     parser.add_argument("--fast", action="store_true", help="look at sizes alone")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="files read at a time")
+    parser.add_argument("--processes", type=_count, default=os.cpu_count(), metavar="N", help="files read at a time")
     parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
 
 
 def _export(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,9 @@ writes each tensor to the place in its file that was planned for it, so no rank 
 """
 
 import copy
+import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,11 +27,12 @@ if TYPE_CHECKING:  # an export of a checkpoint needs no model, and no memory for
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 PATTERN = "model{suffix}.safetensors"
 SOURCE = "source.txt"  # in a draft: what it is an export of
+Part = tuple[str, torch.Tensor, Sequence[int]]  # name, a rectangle of it, the rectangle's offsets
 
 
 class SafetensorsWriter:
-    """Sharded safetensors, written tensor by tensor in any order. (The library's own writer wants a whole file in
-    memory.) One tensor is on its way to the disk while the next is gathered.
+    """Sharded safetensors, written tensor by tensor, or part by part, in any order. (The library's own writer wants a
+    whole file in memory.) One is on its way to the disk while the next is gathered.
 
     A file gets its name once all its tensors are written. Those that have theirs already, from a writer of the same
     arguments that was interrupted, stay.
@@ -45,8 +48,8 @@ class SafetensorsWriter:
         missing: names of the tensors that are still to be written, in the order of the files.
 
     Raises:
-        KeyError: a tensor that was not announced.
-        ValueError: a tensor of another shape; on `close`, tensors that never came.
+        KeyError: a tensor that was not announced, or that has come already.
+        ValueError: a tensor of another shape; on `close`, tensors that never came whole.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, torch.Size], dtype: torch.dtype, max_shard_size: str):
@@ -61,7 +64,7 @@ class SafetensorsWriter:
         self._writing: Future[None] | None = None
         self._freed = 0
         self._files: dict[str, _File] = {}
-        self._places: dict[str, tuple[str, int, torch.Size]] = {}
+        self._places: dict[str, _Place] = {}
         for filename, names in self.plan.filename_to_tensors.items():
             if not (folder / filename).exists():
                 self._begin(filename, {name: shapes[name] for name in names})
@@ -79,24 +82,33 @@ class SafetensorsWriter:
         raw.write(len(text).to_bytes(8, "little") + text)
         raw.truncate(8 + len(text) + end)
         for name, shape in shapes.items():
-            self._places[name] = (filename, 8 + len(text) + header[name]["data_offsets"][0], shape)
+            begin, end = (8 + len(text) + offset for offset in header[name]["data_offsets"])
+            self._places[name] = _Place(filename, begin, shape, left=end - begin)
         self._files[filename] = _File(raw, left=len(shapes))
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        filename, offset, shape = self._places.pop(name)
-        if tensor.shape != shape:
-            raise ValueError(f"{name} is {list(tensor.shape)} and was announced as {list(shape)}")
+    def write(self, name: str, tensor: torch.Tensor, offsets: Sequence[int] | None = None) -> None:
+        """Write a tensor, or the rectangle of it that begins at `offsets`; no two may overlap."""
+        place = self._places[name]
+        if offsets is None:
+            if tensor.shape != place.shape:
+                raise ValueError(f"{name} is {list(tensor.shape)} and was announced as {list(place.shape)}")
+            offsets = (0,) * tensor.dim()
         # A copy: FSDP frees a unit by resizing its storage, which torch refuses once numpy has seen it.
         data = tensor.detach().to("cpu", self.dtype, copy=True).contiguous().view(-1).view(torch.uint8)
         self._wait()
         self._return_freed_memory(data.numel())
-        self._writing = self._disk.submit(self._write_at, filename, offset, data)
+        place.left -= data.numel()
+        if place.left <= 0:
+            del self._places[name]
+        begins = [place.begin + first * self.dtype.itemsize for first in run_begins(place.shape, offsets, tensor.shape)]
+        self._writing = self._disk.submit(self._write_at, place.filename, begins, data, place.left <= 0)
 
-    def _write_at(self, filename: str, offset: int, data: torch.Tensor) -> None:
+    def _write_at(self, filename: str, begins: Sequence[int], data: torch.Tensor, is_last: bool) -> None:
         file = self._files[filename]
-        file.raw.seek(offset)
-        file.raw.write(data.numpy().data)
-        file.left -= 1
+        for begin, run in zip(begins, data.chunk(len(begins)) if data.numel() else (), strict=False):
+            file.raw.seek(begin)
+            file.raw.write(run.numpy().data)
+        file.left -= is_last
         if not file.left:
             file.raw.close()
             (self.folder / f"{filename}.part").rename(self.folder / filename)
@@ -138,9 +150,26 @@ class SafetensorsWriter:
 
 
 @dataclass
+class _Place:
+    filename: str
+    begin: int  # byte in the file
+    shape: torch.Size
+    left: int  # bytes that are still to be written
+
+
+@dataclass
 class _File:
     raw: BinaryIO
     left: int  # tensors that are still to be written
+
+
+def run_begins(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The elements of a row-major tensor of `shape` at which the runs of a rectangle in it begin, which are equally
+    long: one run where the rectangle is as wide as the tensor in all dimensions but the first."""
+    split = next((d for d in reversed(range(len(shape))) if sizes[d] != shape[d]), 0)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    rows = itertools.product(*(range(offsets[d], offsets[d] + sizes[d]) for d in range(split)))
+    return [sum(map(math.prod, zip((*row, *offsets[split:]), strides, strict=True))) for row in rows]
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -149,7 +178,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 def write_export(
     out: Path,
-    tensors: Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]],
+    tensors: Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor] | Part]],
     shapes: Mapping[str, torch.Size],
     dtype: torch.dtype,
     max_shard_size: str,
@@ -159,7 +188,7 @@ def write_export(
     """Write a Hugging Face folder at `out`, replacing one that is there; weights first, then what describes them.
 
     Args:
-        tensors: gives those parameters that it is asked for, each once, whole, in any order and dtype.
+        tensors: gives those parameters that it is asked for, each once, whole or in parts, in any order and dtype.
         shapes: of every parameter, by name, a tied one under its owner's alone.
         describe: writes the configuration and the tokenizer into a folder; and raises if the weights there, which it
             finds written, are not the model's.
@@ -172,8 +201,8 @@ def write_export(
         draft.mkdir(parents=True)
         marker.write_text(source or "")
     with SafetensorsWriter(draft, shapes, dtype, max_shard_size) as writer:
-        for name, tensor in tensors(writer.missing):
-            writer.write(name, tensor)
+        for item in tensors(writer.missing):
+            writer.write(*item)
     describe(draft)
     _set_dtype(draft / "config.json", dtype)
     marker.unlink()
@@ -198,6 +227,7 @@ def describe(
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:
     values = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    values.pop("torch_dtype", None)  # transformers 4's name of it
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 

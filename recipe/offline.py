@@ -7,30 +7,40 @@ and FSDP2 alike. Neither transformers nor the model is loaded: names and shapes 
 """
 
 import json
+import math
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from huggingface_hub.serialization._base import parse_size_to_int
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
 from tqdm.auto import tqdm
 
 from recipe.checkpoint import manifest as manifests
 from recipe.checkpoint.find import candidates
 from recipe.checkpoint.manifest import Manifest
-from recipe.checkpoint.shards import METADATA, MODEL, Piece, Reader
+from recipe.checkpoint.shards import METADATA, MODEL, Reader
 from recipe.checkpoint.verify import content_problem
 from recipe.errors import UserError
-from recipe.export import write_export
+from recipe.export import Part, write_export
 
 _TOP = "model."  # Accelerate's key of the model in the state dict
 _OF_THE_RUN = {manifests.FILE, "trainer_state.json", "scheduler.json"}
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
+_NO_DESCRIPTION = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".index.json", ".gguf", ".h5", ".msgpack", ".onnx")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # a draft is not synced, so one from before a power cut is no use
+_BLOCK_BYTES = 1 << 20  # of what is copied and cast at a time; more of it fragments the heap, and is no faster
 
 
 def export_checkpoint(checkpoint: Path, out: Path, model: Path | None, dtype: str, max_shard_size: str) -> None:
     """Write a Hugging Face folder at `out`, replacing one that is there. An interrupted call can be made again, and
     goes on with the first file that is not finished.
+
+    Beside the libraries it needs memory for one rank's part of one tensor.
 
     Args:
         checkpoint: a checkpoint's folder.
@@ -39,10 +49,15 @@ def export_checkpoint(checkpoint: Path, out: Path, model: Path | None, dtype: st
         max_shard_size: largest file, such as "5GB".
 
     Raises:
-        UserError: no checkpoint, a broken one, or one that says nothing of its model and `model` is None.
+        UserError: no checkpoint, a broken one, or one that says nothing of its model and `model` is None; or `out`
+            holds anything but an export.
     """
+    checkpoint, out = checkpoint.resolve(), out.resolve()
     shards = _shards(checkpoint)
+    if shards == checkpoint and checkpoint.name == MODEL:
+        checkpoint = checkpoint.parent
     described = _described_by(checkpoint, model)
+    _may_be_written(out, max_shard_size)
     _check(checkpoint)
     try:
         reader = Reader(shards)
@@ -50,23 +65,25 @@ def export_checkpoint(checkpoint: Path, out: Path, model: Path | None, dtype: st
         raise UserError(f"{error}; export another checkpoint") from None
     names = _names(reader, described)
     shapes = {name: reader.shapes()[key][0] for name, key in names.items()}
-    source = json.dumps([manifests.checksum(shards / METADATA), str(checkpoint.resolve()), dtype, max_shard_size])
+    kind = [manifests.checksum(shards / METADATA), str(checkpoint), dtype, max_shard_size]
+    source = json.dumps([*kind, _BOOT.read_text() if _BOOT.is_file() else ""])
 
-    def tensors(wanted: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(wanted: Sequence[str]) -> Iterator[Part]:
         total = sum(shapes[name].numel() for name in wanted) * _DTYPES[dtype].itemsize
         with tqdm(total=total, unit="B", unit_scale=True, desc=f"Exporting {checkpoint.name}") as bar:
             for name in wanted:
-                value = torch.empty(shapes[name], dtype=_DTYPES[dtype])
-                path = tuple(names[name].split(".", 1))
-                reader.read([Piece(path, shapes[name], (0,) * value.dim(), value)])
-                yield name, value
-                bar.update(value.nbytes)
+                for offsets, part in _parts(reader, names[name]):
+                    yield name, part, offsets
+                    bar.update(part.numel() * _DTYPES[dtype].itemsize)
 
     def describe(folder: Path) -> None:
         for file in described:
             shutil.copyfile(file, folder / file.name)
 
-    write_export(out, tensors, shapes, _DTYPES[dtype], max_shard_size, describe, source)
+    try:
+        write_export(out, tensors, shapes, _DTYPES[dtype], max_shard_size, describe, source)
+    except OSError as error:
+        raise UserError(f"{out} could not be written: {error}; run it again to go on") from None
 
 
 def _shards(checkpoint: Path) -> Path:
@@ -86,17 +103,36 @@ def _described_by(checkpoint: Path, model: Path | None) -> list[Path]:
             if not folder.is_dir():
                 raise UserError(f"--model {folder} is no folder")
             files = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
-            found |= {path.name: path for path in files if not path.name.endswith(_WEIGHTS)}
+            found |= {path.name: path for path in files if not path.name.endswith(_NO_DESCRIPTION)}
     found = {name: path for name, path in found.items() if name not in _OF_THE_RUN}
     if "config.json" not in found:
         raise UserError(f"{checkpoint} says nothing of its model (no config.json); give --model, the model's folder")
     return [found[name] for name in sorted(found)]
 
 
+def _may_be_written(out: Path, max_shard_size: str) -> None:
+    """What is at `out` is deleted in the end, so it has to be an export, or nothing."""
+    try:
+        size = parse_size_to_int(max_shard_size)
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise UserError(f"--max_shard_size '{max_shard_size}' is no size such as 5GB or 500MB")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"{out} is a file; give a folder to write")
+    inside = list(out.iterdir())
+    is_export = (out / "config.json").is_file() and not (out / manifests.FILE).exists()
+    if inside and (not is_export or any(path.is_dir() for path in inside)):
+        raise UserError(f"{out} holds something else than an export, which would be deleted; give another folder")
+
+
 def _check(checkpoint: Path) -> None:
     """Read the weights' files back before they are exported; checkpoints of other tools have no checksums."""
     if not (checkpoint / manifests.FILE).is_file():
-        tqdm.write(f"recipe: {checkpoint} has no {manifests.FILE}, so its content cannot be checked")
+        warning = f"recipe: warning: {checkpoint} has no {manifests.FILE}, so its content cannot be checked"
+        tqdm.write(warning, file=sys.stderr)
         return
     try:
         manifest = Manifest.read(checkpoint)
@@ -126,3 +162,38 @@ def _names(reader: Reader, described: list[Path]) -> dict[str, str]:
     if config.get("tie_word_embeddings"):
         keys.pop("lm_head.weight", None)
     return keys
+
+
+def _parts(reader: Reader, key: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """A tensor of the files, in rectangles of at most `_BLOCK_BYTES` (or a row), each with its offsets."""
+    described = reader.metadata.state_dict_metadata[key]
+    assert isinstance(described, TensorStorageMetadata), "it has a shape"
+    if sum(math.prod(chunk.sizes) for chunk in described.chunks) != described.size.numel():
+        raise UserError(f"{reader.path}: its parts of {key} do not make up the whole; export another checkpoint")
+    for chunk in described.chunks:
+        stored = _stored(reader, MetadataIndex(key, chunk.offsets), chunk.sizes)
+        if not stored.dim():
+            yield (), stored
+            continue
+        rows = max(1, _BLOCK_BYTES * len(stored) // max(1, stored.nbytes))
+        for begin in range(0, len(stored), rows):
+            # A copy: whoever still holds the last one would hold all that is stored, while the next is read.
+            yield (chunk.offsets[0] + begin, *chunk.offsets[1:]), stored[begin : begin + rows].clone()
+        del stored
+
+
+def _stored(reader: Reader, index: MetadataIndex, sizes: torch.Size) -> torch.Tensor:
+    """What a rank wrote as one. DCP's own `read_data` needs a second tensor to copy it into."""
+    place = reader.storage_data.get(index)
+    if place is None:
+        raise UserError(f"{reader.path}: nothing says where {index.fqn} lies; export another checkpoint")
+    path = Path(reader.path) / place.relative_path
+    try:
+        with path.open("rb") as file:
+            view = _create_file_view(file, place.offset, place.length)
+            stored = torch.load(view, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise UserError(f"{path} cannot be read ({error}); export another checkpoint") from None
+    if not isinstance(stored, torch.Tensor) or stored.shape != sizes:
+        raise UserError(f"{path} does not hold {index.fqn} as its {METADATA} says; export another checkpoint")
+    return stored

@@ -52,6 +52,7 @@ _DECIDING = (
     ("train", "max_grad_norm"),
     ("train", "neftune_noise_alpha"),
 )
+IDENTIFYING = {"data", "model", "tokenizer", *(key for _, key in _DECIDING)}
 
 
 def fingerprint(

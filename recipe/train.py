@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from recipe import noise, preflight, ranks, run_folder  # noqa: F401 - noise first, for what importing it does
 from recipe.arguments import Arguments, TrainArguments, parse_arguments
 from recipe.callbacks.dtypes import DtypeCheck
+from recipe.callbacks.folder import KeepFolder
 from recipe.callbacks.meter import MeterCallback, StepMeter
 from recipe.callbacks.metrics import MetricsFile
 from recipe.callbacks.progress import Progress
@@ -63,8 +64,9 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
     lines += [*network.measure(train_args.device), *data.report.lines()]
     resume_from, stream = open_run_folder(train_args, run, resolved, lines, len(data.train), watchdog)
     meter = make_meter(found, train_args, world_size)
+    run_dir = Path(train_args.output_dir)
     saver = Saver(
-        Path(train_args.output_dir),
+        run_dir,
         Rendezvous(),
         train_args.device,
         in_background=train_args.async_save,
@@ -92,7 +94,8 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
             StepRules(stream, train_args.stop_at_step),
             StopOnRequest(stop),
             CopyBeforeStep(saver),
-            MetricsFile(Path(train_args.output_dir), meter),
+            KeepFolder(run_dir, run, resolved),
+            MetricsFile(run_dir, meter),
             Progress(),
         ],
     )
@@ -100,7 +103,7 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
     step = trainer.state.global_step
     asked_to_stop = stop.agreed(train_args.device)
     if train_args.export and step >= train_args.max_steps:
-        trainer.save_model(str(Path(train_args.output_dir) / run_folder.EXPORT))
+        trainer.save_model(str(run_dir / run_folder.EXPORT))
     trainer.end()
     with suppress(TimeoutError):
         rendezvous.gather("ended", True, patience=60)  # the first to leave with a code takes the others with it
@@ -140,7 +143,7 @@ def open_run_folder(
     """Claim the run folder and find the checkpoint to go on from, and the samples that come next; log `lines`
     before. Collective."""
     watchdog.at("opening the run folder")
-    run_dir, accepted = Path(args.output_dir), args.accept_changes or []
+    run_dir, accepted = Path(args.output_dir), args.accepted_changes()
     with ranks.all_or_none("opening the run folder"):
         if ranks.is_main():
             run_folder.claim(run_dir, run, accepted)

@@ -155,17 +155,16 @@ class Launcher:
             "report_to": "none",
         }
 
-    def __call__(
+    def start(
         self,
         run_dir: Path,
         *,
         spread: str = "fsdp1_cpu_2rank",
         launch: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
-        timeout: float = 240,
         disturb: str | None = None,
         **keys: Any,
-    ) -> Finished:
+    ) -> subprocess.Popen[str]:
         """`disturb`: see tests/disturbed.py; it goes through `recipe.launch`."""
         values = {**self.defaults, "output_dir": run_dir, **keys}
         command = [str(Path(sys.executable).with_name("accelerate")), "launch"]
@@ -176,16 +175,23 @@ class Launcher:
         command += ["--main_process_port", "0", "--config_file", str(ROOT / f"configs/accelerate/{spread}.yaml")]
         command += [*launch, "-m", module]
         command += [part for key, value in values.items() if value is not None for part in (f"--{key}", str(value))]
-        done = subprocess.run(
+        return subprocess.Popen(
             command,
             cwd=ROOT,
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout,
         )
-        return Finished(Path(values["output_dir"]), done.returncode, done.stdout)
+
+    def __call__(self, run_dir: Path, *, timeout: float = 240, **options: Any) -> Finished:
+        with self.start(run_dir, **options) as process:
+            try:
+                log, _ = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return Finished(run_dir, process.returncode, log)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from recipe.callbacks.meter import MeterCallback, StepMeter
 from recipe.callbacks.metrics import FILE, MetricsFile
 from recipe.callbacks.progress import Progress
 from recipe.callbacks.steps import StepRules
+from recipe.sampling import SampleStream
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -37,7 +38,7 @@ def step(meter: StepMeter, clock: list[float], wait: float, compute: float, toke
     meter.begin()
     clock[0] += wait
     meter.waited_for_data()
-    meter.counted(tokens)
+    meter.counted(tokens, tokens)
     clock[0] += compute
     return meter.end()
 
@@ -89,13 +90,28 @@ def test_peak_memory_is_known_for_each_rank(clock):
     assert summary["peak_memory_gib"] == peak / 2**30
 
 
+def test_fingerprints_are_of_the_steps_of_the_last_summary(clock):
+    """As 16 hex digits, whatever the sign of the sum."""
+    meter = a_meter()
+    for fingerprint in (1, -1):
+        meter.counted(10, fingerprint)
+        clock[0] += 1
+        meter.end()
+    meter.summary()
+    assert meter.batch_fingerprints == ["0000000000000001", "ffffffffffffffff"]
+    meter.counted(10, 255)
+    meter.end()
+    meter.summary()
+    assert meter.batch_fingerprints == ["00000000000000ff"]
+
+
 def test_tokens_seen_go_on_from_the_state(clock):
     """Which a checkpoint carries."""
     meter, state = a_meter(), TrainerState(num_input_tokens_seen=5000)
     callback = MeterCallback(meter)
     for tokens in (10, 20):
         meter.begin()
-        meter.counted(tokens)
+        meter.counted(tokens, tokens)
         callback.on_step_end(ARGS, state, CONTROL)
     assert state.num_input_tokens_seen == 5030
 
@@ -143,19 +159,21 @@ def test_other_ranks_leave_the_file_alone(tmp_path):
     assert (tmp_path / FILE).read_text() == f"{line(1)}\n"
 
 
-def test_training_and_evaluation_are_logged_with_their_step_and_nothing_else_is(tmp_path):
+def test_training_evaluation_and_saves_are_logged_with_their_step_and_nothing_else_is(tmp_path):
     meter = a_meter()
-    meter.peak_memory = [10, 20]
+    meter.peak_memory, meter.batch_fingerprints = [10, 20], ["ab"]
     file = MetricsFile(tmp_path, meter)
     for global_step, logs in (
         (1, {"loss": 2.0, "grad_norm": 0.5}),
         (1, {"eval_loss": 3.0}),
         (2, {"train_runtime": 9.0}),
+        (3, {"save_step": 2, "save_pause_seconds": 0.1}),
     ):
         file.on_log(ARGS, TrainerState(global_step=global_step), CONTROL, logs)
     assert [json.loads(text) for text in (tmp_path / FILE).read_text().splitlines()] == [
-        {"step": 1, "loss": 2.0, "grad_norm": 0.5, "peak_memory_bytes": [10, 20]},
+        {"step": 1, "loss": 2.0, "grad_norm": 0.5, "peak_memory_bytes": [10, 20], "batch_fingerprints": ["ab"]},
         {"step": 1, "eval_loss": 3.0},
+        {"step": 3, "save_step": 2, "save_pause_seconds": 0.1},
     ]
 
 
@@ -171,28 +189,35 @@ def test_what_was_logged_survives_the_next_start(tmp_path):
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
+def rules(stop_at_step: int | None = None, **begin: int) -> StepRules:
+    return StepRules(SampleStream(39, 42, global_batch_size=8, max_steps=100, **begin), stop_at_step)
+
+
 @pytest.mark.parametrize(("stop_at_step", "stops"), [(None, []), (5, [5, 6, 7]), (7, [7]), (9, [])])
 def test_it_stops_with_a_checkpoint_at_the_step_asked_for(stop_at_step, stops):
-    rules = StepRules(samples_per_epoch=40, global_batch_size=8, stop_at_step=stop_at_step)
-    stopped = []
+    step_rules, stopped = rules(stop_at_step), []
     for global_step in range(1, 8):
         control = TrainerControl()
-        rules.on_step_end(ARGS, TrainerState(global_step=global_step), control)
+        step_rules.on_step_end(ARGS, TrainerState(global_step=global_step), control)
         assert control.should_save is control.should_training_stop
         stopped += [global_step] * control.should_training_stop
     assert stopped == stops
 
 
-def test_an_epoch_is_as_many_samples_as_there_are_rows():
+@pytest.mark.parametrize(
+    ("begin", "samples"), [({}, 96), ({"step": 4, "samples_seen": 32}, 96), ({"step": 4, "samples_seen": 64}, 128)]
+)
+def test_an_epoch_is_as_many_samples_as_there_are_rows(begin, samples):
+    """Also where the first steps took other batches."""
     state = TrainerState(global_step=12)
-    StepRules(samples_per_epoch=39, global_batch_size=8, stop_at_step=None).on_step_end(ARGS, state, TrainerControl())
-    assert state.epoch == 12 * 8 / 39
+    rules(**begin).on_step_end(ARGS, state, TrainerControl())
+    assert state.epoch == samples / 39
 
 
 def test_a_resumed_run_saves_and_logs_when_the_configuration_of_today_says():
     state = TrainerState(global_step=4, max_steps=100, save_steps=2, logging_steps=7, eval_steps=3)
     args = TrainArguments(output_dir="unused", save_steps=50, logging_steps=5, eval_steps=20)
-    StepRules(samples_per_epoch=39, global_batch_size=8, stop_at_step=None).on_train_begin(args, state, CONTROL)
+    rules().on_train_begin(args, state, CONTROL)
     assert (state.save_steps, state.logging_steps, state.eval_steps) == (50, 5, 20)
 
 

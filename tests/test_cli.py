@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from recipe.checkpoint.manifest import Manifest, describe_files, list_files
 from recipe.cli import main
+from tests.checkpoints import SPOIL
 
+HELP = [
+    ["--help"],
+    ["--version"],
+    ["verify", "--help"],
+    ["export", "--help"],
+    ["fetch", "--help"],
+    ["quickstart", "report", "--help"],
+]
 HEAVY = ("torch", "transformers", "numpy", "datasets", "matplotlib")
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["fetch", "--help"], ["quickstart", "report", "--help"]])
+@pytest.mark.parametrize("args", HELP)
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "recipe.cli", *args]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -66,3 +76,93 @@ def test_a_spread_as_shell_variables(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {"export ACCELERATE_USE_FSDP=true", "export FSDP_VERSION=2", "export ACCELERATE_USE_CPU=false"} <= set(lines)
     assert main(["spread", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml does not exist" in capsys.readouterr().err
+
+
+# -- verify (export: tests/test_offline.py) ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """No weights: to `verify` they are files like others."""
+    folder = tmp_path / "checkpoint-3"
+    (folder / "weights").mkdir(parents=True)
+    for name in ("a.json", "weights/.metadata", "weights/__0_0.distcp"):
+        (folder / name).write_bytes(name.encode() * 1000)
+    names = list_files(folder)
+    Manifest(3, 24, 1, {}, files=describe_files(folder, names)).write(folder)
+    return folder
+
+
+def verify(*args: str | Path) -> tuple[int, list[str]]:
+    """Exit code, and what the process said; it imports nothing heavy."""
+    command = [sys.executable, "-X", "importtime", "-m", "recipe.cli", "verify", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    imported = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert imported.isdisjoint(HEAVY)
+    return done.returncode, [*done.stdout.splitlines(), *said]
+
+
+@pytest.mark.parametrize("options", [[], ["--fast"], ["--processes", "1"]])
+def test_verify_of_a_whole_checkpoint(options: list[str], checkpoint: Path) -> None:
+    names = ["a.json", "weights/.metadata", "weights/__0_0.distcp"]
+    how = "sizes" if "--fast" in options else "content"
+    expected = [*(f"ok     {name}" for name in names), f"recipe: {checkpoint}: ok, by {how}"]
+    assert verify(checkpoint, *options) == (0, expected)
+
+
+@pytest.mark.parametrize("how", SPOIL)
+@pytest.mark.parametrize("name", ["a.json", "weights/.metadata", "weights/__0_0.distcp"])
+def test_verify_names_a_spoilt_file(name: str, how: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SPOIL[how](checkpoint / name)
+    said = {
+        "flipped": "has other content than was written",
+        "truncated": f"has {1000 * len(name) - 1:,} bytes and was written with {1000 * len(name):,}",
+        "empty": f"has 0 bytes and was written with {1000 * len(name):,}",
+        "missing": "is missing",
+    }[how]
+    assert main(["verify", str(checkpoint)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert f"BROKEN {name} {said}" in lines
+    assert sum(line.startswith("ok     ") for line in lines) == 2
+    assert lines[-1] == f"recipe: {checkpoint}: 1 of 3 files is not what was written"
+    fast = main(["verify", str(checkpoint), "--fast"])
+    assert fast == (0 if how == "flipped" else 1), "sizes alone"
+
+
+def test_verify_counts(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SPOIL["missing"](checkpoint / "a.json")
+    SPOIL["flipped"](checkpoint / "weights/.metadata")
+    assert main(["verify", str(checkpoint)]) == 1
+    assert capsys.readouterr().out.endswith("2 of 3 files are not what was written\n")
+
+
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [
+        (None, "it has no manifest.json: it was never finished"),
+        ("", "its manifest.json cannot be read"),
+        ('{"version": 2', "its manifest.json cannot be read"),
+        ('{"version": 1}', "its manifest.json is of version 1"),
+    ],
+)
+def test_verify_of_what_is_no_whole_checkpoint(manifest: str | None, said: str, checkpoint: Path) -> None:
+    if manifest is None:
+        (checkpoint / "manifest.json").unlink()
+    else:
+        (checkpoint / "manifest.json").write_text(manifest)
+    code, lines = verify(checkpoint)
+    assert code == 1 and len(lines) == 1
+    assert lines[0].startswith(f"recipe: {checkpoint} is no whole checkpoint: {said}")
+
+
+def test_verify_of_nothing(tmp_path: Path) -> None:
+    code, lines = verify(tmp_path / "none")
+    assert (code, lines) == (1, [f"recipe: {tmp_path}/none is no folder"])
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "many"])
+def test_verify_by_no_process(number: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", str(checkpoint), "--processes", number])
+    assert "--processes" in capsys.readouterr().err

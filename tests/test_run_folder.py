@@ -1,6 +1,10 @@
 import json
+import multiprocessing
+import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,6 @@ import yaml
 
 from recipe import run_folder
 from recipe.arguments import parse_arguments
-from recipe.checkpoint.manifest import FILE as MANIFEST
 from recipe.checkpoint.manifest import Manifest, describe_files
 from recipe.errors import UserError
 from recipe.model import load_tokenizer
@@ -25,104 +28,41 @@ def save(tmp_path: Path) -> Callable[..., Path]:
         folder = run_dir / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         (folder / "weights").write_bytes(b"w" * step)
-        Manifest(step, 2, run, files=describe_files(folder, ["weights"])).write(folder)
+        Manifest(step, 8 * step, 2, run, files=describe_files(folder, ["weights"])).write(folder)
         return folder
 
     return save
 
 
-def resume(run_dir: Path, asked: str | None, run: dict[str, Any] = RUN) -> tuple[Path | None, str]:
-    folder, lines = run_folder.resume_point(run_dir, asked, run)
-    return folder, "\n".join(lines)
+# -- who holds it ------------------------------------------------------------------------------------------------------
 
 
-# -- where a start goes on ---------------------------------------------------------------------------------------------
+def hold(run_dir: Path, told: Connection) -> None:
+    run_folder.lock(run_dir)
+    told.send("held")
+    time.sleep(120)
 
 
-@pytest.mark.parametrize("asked", ["auto", "true", "True"])
-def test_auto_goes_on_from_the_newest(asked, save, tmp_path):
-    save(2), save(10), save(9)
-    folder, said = resume(tmp_path, asked)
-    assert folder == tmp_path / "checkpoint-10", "by number, not by name"
-    assert said == f"resuming from {folder}: step 10, written by 2 ranks"
-
-
-def test_auto_starts_fresh_where_there_is_nothing(tmp_path):
-    assert resume(tmp_path / "new", "auto") == (None, f"fresh start: no complete checkpoint in {tmp_path}/new")
-
-
-def test_auto_passes_over_newer_ones_that_are_incomplete_and_says_why(save, tmp_path):
-    """S11: the newest complete one, not the one with the highest number."""
-    good, truncated, unfinished = save(2), save(4), save(6)
-    (truncated / "weights").write_bytes(b"www")
-    (unfinished / MANIFEST).unlink()
-    folder, said = resume(tmp_path, "auto")
-    assert folder == good
-    assert said.splitlines() == [
-        "passed over checkpoint-6: it has no manifest.json: it was never finished",
-        "passed over checkpoint-4: weights has 3 bytes and was written with 4",
-        f"resuming from {good}: step 2, written by 2 ranks",
-    ]
-
-
-def test_auto_says_what_it_passed_over_before_a_fresh_start(save, tmp_path):
-    (save(4) / "weights").unlink()
-    folder, said = resume(tmp_path, "auto")
-    assert folder is None
-    assert said.splitlines()[0] == "passed over checkpoint-4: weights is missing"
-
-
-def test_a_named_checkpoint_may_lie_elsewhere(save, tmp_path):
-    elsewhere = save(3, run_dir=tmp_path / "elsewhere")
-    assert resume(tmp_path, str(elsewhere))[0] == elsewhere
-
-
-def test_an_older_checkpoint_of_the_same_folder_is_refused(save, tmp_path):
-    """A later start would take the newer one again, and leave the branch that began here."""
-    old = save(2)
-    assert resume(tmp_path, str(old))[0] == old
-    save(4)
-    with pytest.raises(UserError, match=r"holds newer ones \(checkpoint-4\)"):
-        resume(tmp_path, str(old))
-
-
-def test_a_named_checkpoint_has_to_be_complete(save, tmp_path):
-    save(2)
-    (save(4) / "weights").unlink()
-    with pytest.raises(UserError, match="checkpoint-4' is not a complete checkpoint: weights is missing"):
-        resume(tmp_path, str(tmp_path / "checkpoint-4"))
-    with pytest.raises(UserError, match="checkpoint-5' is no folder; give 'auto', 'none' or a checkpoint's folder"):
-        resume(tmp_path, str(tmp_path / "checkpoint-5"))
-
-
-@pytest.mark.parametrize("asked", ["auto", "checkpoint-4"])
-def test_a_checkpoint_of_another_run_is_refused(asked, save, tmp_path):
-    save(4, RUN | {"seed": 7, "optim": "sgd"})
-    with pytest.raises(UserError) as caught:
-        resume(tmp_path, asked if asked == "auto" else str(tmp_path / asked))
-    assert str(caught.value).endswith(
-        "is a checkpoint of a different run: optim: sgd then, None now; seed: 7 then, 42 now"
-    )
-
-
-@pytest.mark.parametrize("asked", [None, "none", "false", "False"])
-def test_none_starts_fresh_and_never_over_existing_checkpoints(asked, save, tmp_path):
-    assert resume(tmp_path, asked) == (None, "fresh start (resume_from_checkpoint: none)")
-    save(2)
-    with pytest.raises(
-        UserError, match="resume_from_checkpoint is none and .* holds checkpoint-2; set another output_dir"
-    ):
-        resume(tmp_path, asked)
-
-
-def test_what_an_interrupted_save_left_is_removed_and_named(save, tmp_path):
-    save(2)
-    leftover = tmp_path / "checkpoint-4.tmp"
-    leftover.mkdir()
-    (leftover / "weights").write_bytes(b"w")
-    folder, said = resume(tmp_path, "auto")
-    assert folder == tmp_path / "checkpoint-2" and not leftover.exists()
-    assert said.splitlines()[0] == "removed checkpoint-4.tmp, left by an interrupted save"
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
+    """However it went: here by a signal that it cannot hear."""
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.0)
+    told, tell = multiprocessing.Pipe(duplex=False)
+    holder = multiprocessing.get_context("fork").Process(target=hold, args=[tmp_path, tell])
+    holder.start()
+    try:
+        assert told.recv() == "held"
+        for _ in range(2):
+            with pytest.raises(UserError) as caught:
+                run_folder.claim(tmp_path, RUN)
+            owner = f"(host {os.uname().nodename}, pid {holder.pid})"
+            assert f"{tmp_path} is in use by another run {owner}; wait for it, end it" in str(caught.value)
+        assert not (tmp_path / run_folder.IDENTITY).exists()
+        run_folder.claim(tmp_path / "another", RUN)
+    finally:
+        holder.kill()
+        holder.join()
+    run_folder.claim(tmp_path, RUN)
+    assert (tmp_path / run_folder.LOCK).read_text() == f"host {os.uname().nodename}, pid {os.getpid()}\n"
 
 
 # -- whose folder it is ------------------------------------------------------------------------------------------------
@@ -142,7 +82,12 @@ def test_the_folder_of_another_run_is_refused_with_what_differs(save, tmp_path):
     with pytest.raises(UserError) as caught:
         run_folder.claim(tmp_path, RUN)
     assert "(optim: sgd then, None now; seed: 7 then, 42 now); set another output_dir" in str(caught.value)
+    assert str(caught.value).endswith("accept_changes: [optim, seed]")
+    with pytest.raises(UserError, match=r"different run \(seed: 7 then, 42 now\)"):
+        run_folder.claim(tmp_path, RUN, accepted=["optim"])
     assert (tmp_path / run_folder.IDENTITY).read_text() == before
+    run_folder.claim(tmp_path, RUN, accepted=["optim", "seed"])
+    assert json.loads((tmp_path / run_folder.IDENTITY).read_text()) == RUN
 
 
 def test_a_folder_without_checkpoints_goes_to_the_next_run(save, tmp_path):
@@ -177,6 +122,11 @@ def fingerprint(folder: Path, *argv: str, data: str = "d", more_tokens: Sequence
         ("packing", "true"),
         ("param_dtype", "bfloat16"),
         ("optim", "adamw_8bit"),
+        ("max_steps", "9"),
+        ("learning_rate", "0.1"),
+        ("lr_scheduler_type", "constant"),
+        ("weight_decay", "0.3"),
+        ("max_grad_norm", "0.5"),
     ],
 )
 def test_a_run_is_another_if_its_numbers_would_be(key, value, tiny_model):
@@ -192,9 +142,9 @@ def test_a_run_is_another_with_other_data_tokenizer_or_model(tiny_model, tied_mo
     assert differing == [["data"], ["tokenizer"], ["model"]]
 
 
-def test_a_run_stays_itself_with_other_ranks_folders_and_lengths(tiny_model):
+def test_a_run_stays_itself_with_other_ranks_folders_and_intervals(tiny_model):
     """These may change at a resume."""
-    changes = ("--max_steps", "9", "--output_dir", "x", "--per_device_train_batch_size", "4", "--save_steps", "7")
+    changes = ("--output_dir", "x", "--per_device_train_batch_size", "4", "--save_steps", "7", "--logging_steps", "3")
     assert fingerprint(tiny_model) == fingerprint(tiny_model, *changes)
 
 

@@ -132,30 +132,6 @@ def test_log_is_quiet(runs: dict) -> None:
     assert not noise, noise
 
 
-@pytest.mark.parametrize("spread", SPREADS)
-def test_resume_on_other_numbers_of_ranks(spread: str, launch: Launcher, tmp_path: Path) -> None:
-    """R3: 2 ranks -> 1 and 1 -> 2 go on as the run that was never stopped, sums in other order aside."""
-    keys = {"spread": spread, "max_steps": 8, "export": False}
-    whole = launch(tmp_path / "whole", **keys).ok()
-    for first, then in ((2, 1), (1, 2)):
-        folder = tmp_path / f"{first}to{then}"
-        launch(folder, launch=("--num_processes", str(first)), stop_at_step=5, **keys).ok()
-        resumed = launch(folder, launch=("--num_processes", str(then)), **keys).ok()
-        assert resumed.column("num_tokens") == whole.column("num_tokens")
-        assert resumed.column("loss") == pytest.approx(whole.column("loss"), abs=2e-6)
-        assert resumed.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-5)
-
-
-def test_fsdp1_checkpoint_resumes_under_fsdp2_and_back(launch: Launcher, tmp_path: Path) -> None:
-    keys = {"max_steps": 8, "export": False}
-    whole = launch(tmp_path / "whole", **keys).ok()
-    for spreads in (SPREADS, SPREADS[::-1]):
-        folder = tmp_path / spreads[0]
-        launch(folder, spread=spreads[0], stop_at_step=5, **keys).ok()
-        resumed = launch(folder, spread=spreads[1], **keys).ok()
-        assert resumed.column("loss") == pytest.approx(whole.column("loss"), abs=2e-6)
-
-
 OPTIMIZERS = ("adamw_torch_fused", "paged_adamw_32bit", "adamw_8bit")
 
 

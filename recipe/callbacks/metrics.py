@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recipe.callbacks.meter import StepMeter
@@ -12,16 +13,20 @@ FILE = "metrics.jsonl"
 
 
 class MetricsFile(TrainerCallback):
-    """Appends what the trainer logs, each rank's peak memory, and what was trained on; on rank 0."""
+    """Appends what the trainer logs, each rank's peak memory, and what was trained on; on rank 0. A disk that takes no
+    more is no reason to stop: that is for the next checkpoint to say."""
 
     def __init__(self, run_dir: Path, meter: StepMeter):
         self.path, self.meter = run_dir / FILE, meter
+        self._waiting: list[str] = []  # lines that could not be written yet
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Drop the lines of steps that a crash undid."""
         if state.is_world_process_zero and self.path.exists():
             kept = [line for line in self.path.read_text().splitlines() if _step(line) <= state.global_step]
-            self.path.write_text("".join(f"{line}\n" for line in kept))
+            draft = self.path.with_suffix(".tmp")
+            draft.write_text("".join(f"{line}\n" for line in kept))
+            draft.replace(self.path)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
@@ -31,9 +36,17 @@ class MetricsFile(TrainerCallback):
             if "loss" in logs:
                 extra["peak_memory_bytes"] = self.meter.peak_memory
                 extra["batch_fingerprints"] = self.meter.batch_fingerprints  # one for each step since the last line
-            self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            self._append(json.dumps({"step": state.global_step, **logs, **extra}) + "\n")
+
+    def _append(self, line: str) -> None:
+        self._waiting.append(line)
+        try:
             with self.path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **logs, **extra}) + "\n")
+                file.write("".join(self._waiting))
+            self._waiting = []
+        except OSError as error:
+            if len(self._waiting) == 1:
+                tqdm.write(f"recipe: warning: {self.path} cannot be written ({error.strerror}); its lines wait")
 
 
 def _step(line: str) -> int:

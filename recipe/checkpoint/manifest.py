@@ -35,9 +35,10 @@ class Manifest:
     version: int = VERSION
 
     def write(self, folder: Path) -> None:
+        values = asdict(self)
         path = folder / FILE
         with path.open("w") as file:
-            json.dump(asdict(self), file, indent=1, sort_keys=True)
+            json.dump(values | {"xxh3_64": _sum(values)}, file, indent=1, sort_keys=True)
             file.flush()
             os.fsync(file.fileno())
 
@@ -45,14 +46,21 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """Raises `ValueError` with the reason where there is no usable manifest."""
         try:
-            raw = json.loads((folder / FILE).read_text())
-            if raw["version"] == VERSION:
-                return cls(**raw)
+            values = json.loads((folder / FILE).read_text())
+            version, told = values["version"], values.pop("xxh3_64", None)
         except FileNotFoundError:
             raise ValueError(f"it has no {FILE}: it was never finished") from None
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError, OSError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its {FILE} cannot be read ({error})") from None
-        raise ValueError(f"its {FILE} is of version {raw['version']}, and this code reads version {VERSION}")
+        if version != VERSION:
+            raise ValueError(f"its {FILE} is of version {version}, and this code reads version {VERSION}")
+        if told != _sum(values):
+            raise ValueError(f"its {FILE} has other content than was written")
+        return cls(**values)
+
+
+def _sum(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:

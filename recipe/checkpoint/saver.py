@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from recipe.rendezvous import Rendezvous
 
 ATTEMPTS = 2
 RETRY_SECONDS = 3.0  # a file server that has just been restarted
+Data = dict[MetadataIndex, torch.Tensor]
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
@@ -107,42 +108,41 @@ class Saver:
         self._layouts: dict[str, shards.Layout] = {}
         self._number = 0
         self._stager: DefaultStager | None = None
-        self._staged: Future[dict[MetadataIndex, torch.Tensor]] = Future()
+        self._copied = threading.Event()
         self._thread: threading.Thread | None = None
         self._outcome = Outcome(0)
 
     # -- the main thread -------------------------------------------------------------------------------------------
 
     def save(self, content: Content) -> None:
-        """Begin a save; none may be in flight. Until `wait_staged` has returned, nothing in `content` may change.
-        Collective."""
+        """Begin a save; none may be in flight. Until `wait_staged` has returned (and, if it is not in the background,
+        until `finish` has), nothing in `content` may change. Collective."""
         assert self._thread is None, "one save at a time"
         began = time.perf_counter()
         for name, pieces in content.pieces.items():
             if name not in self._layouts:
                 self._layouts[name] = shards.agree(pieces)
-        live = {p.index: p.data.detach() for pieces in content.pieces.values() for p in pieces}
+        live: Data = {p.index: p.data.detach() for pieces in content.pieces.values() for p in pieces}
         self._number += 1
         self._outcome = Outcome(content.manifest.step)
-        self._staged = self._stage(live)
-        self._thread = threading.Thread(target=self._run, args=[content, began], daemon=True, name="saver")
+        self._copied = threading.Event()
+        arguments = [content, self._stage(live), began]
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True, name="saver")
         self._thread.start()
-        if not self.in_background:
-            self._thread.join()
         self._outcome.pause += time.perf_counter() - began
 
-    def _stage(self, live: dict[MetadataIndex, torch.Tensor]) -> Future[dict[MetadataIndex, torch.Tensor]]:
+    def _stage(self, live: Data) -> Future[Data]:
+        """What is to be written, once it is copied."""
+        staged: Future[Data] = Future()
         if not self.in_background:
-            ready: Future[dict[MetadataIndex, torch.Tensor]] = Future()
-            ready.set_result(live)
-            return ready
+            staged.set_result(live)
+            return staged
         on_gpu = self.device.type == "cuda"
         if self._stager is None:
             self._stager = DefaultStager(StagingOptions(on_gpu, False, True, on_gpu))
         if on_gpu:
             torch.cuda.synchronize(self.device)  # the copy goes by a stream of its own
         keys = list(live)  # the stager would copy the keys too
-        staged: Future[dict[MetadataIndex, torch.Tensor]] = Future()
         copying = self._stager.stage({str(i): live[key] for i, key in enumerate(keys)})
         assert isinstance(copying, Future)
 
@@ -151,15 +151,16 @@ class Saver:
                 staged.set_result(dict(zip(keys, done.result().values(), strict=True)))
             else:
                 staged.set_exception(done.exception())
+            self._copied.set()
 
         copying.add_done_callback(hand_over)
         return staged
 
     def wait_staged(self) -> None:
         """Until what the save in flight holds is copied and may change."""
-        if self._thread is not None and not self._staged.done():
+        if self._thread is not None and self.in_background:
             began = time.perf_counter()
-            wait([self._staged])
+            self._copied.wait()
             self._outcome.pause += time.perf_counter() - began
 
     def poll(self) -> Outcome | None:
@@ -181,15 +182,14 @@ class Saver:
         """
         if self._thread is None:
             return None
-        seen, began = -1, time.monotonic()
-        while self._thread.is_alive():
+        seen, began = -1, time.perf_counter()
+        while self._thread.is_alive() and (patience is None or time.perf_counter() - began < patience):
             if self.progress != seen:
                 seen = self.progress
                 alive(self.phase)
-            if patience is not None and time.monotonic() - began > patience:
-                return None
             self._thread.join(0.2)
-        return self._conclude()
+        self._outcome.pause += time.perf_counter() - began
+        return None if self._thread.is_alive() else self._conclude()
 
     def _conclude(self) -> Outcome:
         assert self._thread is not None
@@ -204,12 +204,12 @@ class Saver:
         self.phase = phase
         self.progress += 1
 
-    def _run(self, content: Content, began: float) -> None:
+    def _run(self, content: Content, staged: Future[Data], began: float) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # each thread has a current device of its own
         outcome = self._outcome
         for attempt in range(1, ATTEMPTS + 1):
-            failure = self._attempt(f"save {self._number}.{attempt}", content)
+            failure = self._attempt(f"save {self._number}.{attempt}", content, staged)
             if failure is None:
                 break
             outcome.failures.append(failure["text"])
@@ -219,10 +219,9 @@ class Saver:
                     tqdm.write(f"recipe: warning: {failure['text']}; trying once more")
                 time.sleep(RETRY_SECONDS)
         outcome.total = time.perf_counter() - began
-        self._staged = Future()  # the copy, or what it was made of, may go
         self.enter("ended")
 
-    def _attempt(self, key: str, content: Content) -> dict[str, Any] | None:
+    def _attempt(self, key: str, content: Content, staged: Future[Data]) -> dict[str, Any] | None:
         """One attempt of all ranks together; returns the same failure on each, or None."""
         step, main = content.manifest.step, self.rendezvous.rank == 0
         draft = publish.draft_of(self.run_dir, step)
@@ -233,7 +232,7 @@ class Saver:
             if failure is not None:
                 return failure
             written: dict[str, shards.Written] = {}
-            failure = _failure_of(lambda: written.update(self._write(draft, content)))
+            failure = _failure_of(lambda: written.update(self._write(draft, content, staged.result())))
             mine = {"failure": failure, "written": {name: asdict(one) for name, one in written.items()}}
             everyone = self.rendezvous.to_main(f"{key} written", mine)
             failure, retired = None, list[str]()
@@ -245,8 +244,7 @@ class Saver:
             return {"text": f"the store of rank 0's launcher does not answer ({error})", "disk": False}
         return failure
 
-    def _write(self, draft: Path, content: Content) -> dict[str, shards.Written]:
-        staged = self._staged.result()
+    def _write(self, draft: Path, content: Content, staged: Data) -> dict[str, shards.Written]:
         written = {}
         for name in content.pieces:
             self.enter(f"checkpoint {content.manifest.step}: writing {name}")

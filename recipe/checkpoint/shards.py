@@ -144,6 +144,10 @@ def agree(pieces: Sequence[Piece]) -> Layout:
     with ranks.all_or_none("planning a checkpoint"):
         if ranks.is_main():
             plans, metadata = DefaultSavePlanner().create_global_plan(gathered)
+            for name, described in metadata.state_dict_metadata.items():  # torch does not look where one rank saves
+                assert isinstance(described, TensorStorageMetadata), "pieces are of tensors"
+                if sum(math.prod(chunk.sizes) for chunk in described.chunks) != described.size.numel():
+                    raise ValueError(f"the pieces of {name} do not make up the whole")
             plans = dcp.FileSystemWriter(".").prepare_global_plan(plans)
     box: list[Any] = [None]
     dist.scatter_object_list(box, plans)
@@ -256,7 +260,7 @@ class Reader(dcp.FileSystemReader):
 
         Raises:
             ValueError: tensors that the files lack, or have in another shape (all of them, by name).
-            OSError, RuntimeError: the files cannot be read.
+            OSError, EOFError, RuntimeError, UnpicklingError: the files cannot be read.
         """
         known = self.shapes()
         problems = []

@@ -14,7 +14,7 @@ from recipe import model as models
 from recipe.arguments import Arguments, ModelArguments, TrainArguments
 from recipe.errors import UserError
 from recipe.loading import Weights
-from recipe.preflight import disk, settings
+from recipe.preflight import disk, memory, settings
 from recipe.sharding import plugin
 
 
@@ -61,6 +61,8 @@ def inspect(arguments: Arguments, world_size: int | None, *, on_gpu: bool, launc
     if model.model_name_or_path is not None:
         try:
             report.found = _read_model(model, train, compute_dtype, launched, report)
+            if launched and world_size is not None:
+                problems += memory.copy_problems(report.found.fresh, model, train, world_size, on_gpu)
         except UserError as error:
             problems += error.problems
     return report

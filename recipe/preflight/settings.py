@@ -3,6 +3,7 @@
 from huggingface_hub.serialization._base import parse_size_to_int
 
 from recipe.arguments import DataArguments, ModelArguments, TrainArguments
+from recipe.run_folder import IDENTIFYING
 from recipe.sharding import plugin
 
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "paged_adamw_32bit", "adamw_8bit")
@@ -132,6 +133,11 @@ def unsupported(model: ModelArguments, train: TrainArguments) -> list[str]:
     if train.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         problems.append(
             f"lr_scheduler_type is '{train.lr_scheduler_type}'; set one that depends on the step alone, such as cosine"
+        )
+    unknown = [key for key in train.accepted_changes() if key not in IDENTIFYING]
+    if unknown:
+        problems.append(
+            f"accept_changes names {', '.join(unknown)}; what a run is known by is {', '.join(sorted(IDENTIFYING))}"
         )
     if train.keep_every is not None and train.keep_every < 1:
         problems.append(f"keep_every is {train.keep_every}; set steps, a multiple of save_steps, or leave it out")

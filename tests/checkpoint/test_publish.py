@@ -1,112 +1,111 @@
+import shutil
 from pathlib import Path
 
 import pytest
 
-from recipe.checkpoint.find import defect, newest_complete
-from recipe.checkpoint.manifest import FILE, Manifest, problems
-from recipe.checkpoint.publish import clean_leftovers, publishing
-from recipe.errors import UserError
+from recipe.checkpoint import publish
+from recipe.checkpoint.find import candidates, defect, newest_complete
+from recipe.checkpoint.manifest import FILE, Manifest, describe_files, list_files
+from recipe.checkpoint.verify import verify
 
-pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def describe() -> Manifest:
-    return Manifest(4, 1, {"seed": 42}, {"tokens_seen": 10})
+NAME = "checkpoint-4"
 
 
-def publish(run_dir: Path, text: str = "weights") -> Path:
-    with publishing(run_dir, 4, describe) as draft:
-        (draft / "inner").mkdir()
-        (draft / "inner/weights").write_text(text)
-        (draft / "trainer_state.json").write_text("{}")
-    return run_dir / "checkpoint-4"
+def write(run_dir: Path, text: str = "weights") -> Path:
+    draft = publish.begin(run_dir, 4)
+    (draft / "inner").mkdir()
+    (draft / "inner/weights").write_text(text)
+    (draft / "trainer_state.json").write_text("{}")
+    return draft
+
+
+def manifest_of(draft: Path) -> Manifest:
+    return Manifest(4, 32, 1, {"seed": 42}, {"tokens_seen": 10}, describe_files(draft, list_files(draft)))
+
+
+def published(run_dir: Path, text: str = "weights") -> Path:
+    draft = write(run_dir, text)
+    return publish.publish(draft, manifest_of(draft))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_what_is_published_describes_itself(tmp_path):
-    folder = publish(tmp_path / "runs/new")
+    folder = published(tmp_path / "runs/new")
+    assert folder == tmp_path / "runs/new" / NAME
     manifest = Manifest.read(folder)
-    assert (manifest.step, manifest.world_size, manifest.run) == (4, 1, {"seed": 42})
-    assert {name: entry["size"] for name, entry in manifest.files.items()} == {
-        "inner/weights": 7,
-        "trainer_state.json": 2,
-    }
-    assert problems(folder, manifest, checksums=True) == []
-    assert [path.name for path in folder.parent.iterdir()] == ["checkpoint-4"], "nothing else is left"
+    assert (manifest.step, manifest.samples_seen, manifest.world_size, manifest.run) == (4, 32, 1, {"seed": 42})
+    assert list(verify(folder, fast=False, processes=1)) == [("inner/weights", None), ("trainer_state.json", None)]
+    assert names(folder.parent) == [NAME], "nothing else is left"
 
 
-def test_the_manifest_is_written_when_all_else_is(tmp_path):
-    """S11: until then the folder has another name, and no manifest."""
-
-    def check() -> Manifest:
-        draft = tmp_path / "checkpoint-4.tmp"
-        assert sorted(path.name for path in draft.iterdir()) == ["weights"]
-        assert not (tmp_path / "checkpoint-4").exists()
-        return describe()
-
-    with publishing(tmp_path, 4, check) as draft:
-        (draft / "weights").write_text("w")
-    assert (tmp_path / "checkpoint-4" / FILE).is_file()
+def test_until_it_is_published_no_folder_has_its_name_or_a_manifest(tmp_path):
+    """S11."""
+    draft = write(tmp_path)
+    assert names(tmp_path) == [f"{NAME}.tmp"] and FILE not in names(draft)
+    assert candidates(tmp_path) == []
 
 
-@pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("NCCL"), KeyboardInterrupt()])
-def test_a_body_that_fails_leaves_nothing(error, tmp_path):
-    with pytest.raises((RuntimeError, KeyboardInterrupt)) as caught, publishing(tmp_path, 4, describe) as draft:
-        (draft / "weights").write_text("w")
-        raise error
-    if isinstance(error, Exception):
-        assert f"writing checkpoint-4 failed on 1 of 1 ranks: rank 0: {type(error).__name__}: {error}" in str(
-            caught.value
-        )
-        assert caught.value.__cause__ is error
-    assert list(tmp_path.iterdir()) == []
+def test_a_manifest_that_cannot_be_written_publishes_nothing(tmp_path):
+    draft = write(tmp_path)
+    (draft / FILE).mkdir()
+    with pytest.raises(OSError):
+        publish.publish(draft, Manifest(4, 32, 1, {}))
+    assert names(tmp_path) == [f"{NAME}.tmp"]
 
 
-def test_a_users_mistake_in_the_body_stays_one(tmp_path):
-    with pytest.raises(UserError, match="no room"), publishing(tmp_path, 4, describe):
-        raise UserError("no room")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_description_that_fails_leaves_nothing(tmp_path):
-    def fail() -> Manifest:
-        raise ValueError("no sharding")
-
-    with (
-        pytest.raises(RuntimeError, match="writing the manifest of checkpoint-4.tmp"),
-        publishing(tmp_path, 4, fail) as draft,
-    ):
-        (draft / "weights").write_text("w")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failure_does_not_touch_the_checkpoint_that_is_there(tmp_path):
-    folder = publish(tmp_path, "old")
-    with pytest.raises(RuntimeError), publishing(tmp_path, 4, describe):
-        raise OSError("No space left on device")
+def test_a_draft_that_was_begun_does_not_touch_the_checkpoint_that_is_there(tmp_path):
+    folder = published(tmp_path, "old")
+    publish.discard(write(tmp_path, "new"))
     assert defect(folder) is None and (folder / "inner/weights").read_text() == "old"
+    assert names(tmp_path) == [NAME]
 
 
 def test_a_broken_folder_of_the_same_step_is_replaced_whole(tmp_path):
-    broken = tmp_path / "checkpoint-4"
+    broken = tmp_path / NAME
     broken.mkdir()
     (broken / "left over").write_text("")
-    folder = publish(tmp_path)
+    folder = published(tmp_path)
     assert defect(folder) is None and not (folder / "left over").exists()
+    assert names(tmp_path) == [NAME]
 
 
 def test_the_draft_of_an_interrupted_save_is_not_written_into(tmp_path):
-    draft = tmp_path / "checkpoint-4.tmp"
+    draft = tmp_path / f"{NAME}.tmp"
     draft.mkdir()
     (draft / "left over").write_text("")
-    assert not (publish(tmp_path) / "left over").exists()
+    assert not (published(tmp_path) / "left over").exists()
+
+
+class PowerCut(BaseException):
+    pass
+
+
+def test_a_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    """A deletion that ends in its middle leaves nothing that looks like a checkpoint, and the next start removes it."""
+    published(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(publish.shutil, "rmtree", cut_unless_absent)
+        with pytest.raises(PowerCut):
+            publish.discard(tmp_path / NAME)
+    assert names(tmp_path) == [f"{NAME}.old.tmp"] and newest_complete(tmp_path) == (None, [])
+    folder = published(tmp_path)
+    publish.discard(folder)
+    assert names(tmp_path) == [], "also what an earlier deletion of the same step left"
+
+
+def cut_unless_absent(folder: Path, ignore_errors: bool = False) -> None:
+    if folder.exists():
+        raise PowerCut
 
 
 def test_leftovers_are_removed_and_named_and_checkpoints_stay(tmp_path):
-    folder = publish(tmp_path)
-    for name in ("checkpoint-6.tmp", "checkpoint-5.tmp", "export.tmp"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").write_text("w")
+    folder = published(tmp_path)
+    for name in ("checkpoint-6.tmp", "checkpoint-5.tmp", "checkpoint-2.old.tmp", "export.tmp"):
+        shutil.copytree(folder, tmp_path / name)
     assert newest_complete(tmp_path) == (folder, []), "a draft is no candidate"
-    assert clean_leftovers(tmp_path) == ["checkpoint-5.tmp", "checkpoint-6.tmp"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "export.tmp"]
-    assert clean_leftovers(tmp_path) == clean_leftovers(tmp_path / "no folder") == []
+    assert publish.clean_leftovers(tmp_path) == ["checkpoint-2.old.tmp", "checkpoint-5.tmp", "checkpoint-6.tmp"]
+    assert names(tmp_path) == [NAME, "export.tmp"]
+    assert publish.clean_leftovers(tmp_path) == publish.clean_leftovers(tmp_path / "no folder") == []

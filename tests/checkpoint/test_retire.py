@@ -16,7 +16,7 @@ def save(tmp_path: Path) -> Callable[..., None]:
         for step in (*steps, *broken):
             folder = tmp_path / f"checkpoint-{step}"
             folder.mkdir()
-            Manifest(step, 1, {}).write(folder)
+            Manifest(step, 8 * step, 1, {}).write(folder)
             if step in broken:
                 (folder / FILE).unlink()
 
@@ -52,6 +52,29 @@ def test_the_newest_complete_one_stays_behind_newer_broken_ones(keep, save, tmp_
     retire(tmp_path, keep)
     assert newest_complete(tmp_path)[0] == tmp_path / "checkpoint-4"
     assert 2 not in left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "kept"),
+    [
+        (1, 10, [45, 40, 30, 20, 10]),
+        (2, 20, [45, 40, 20]),
+        (3, 30, [45, 40, 35, 30]),
+        (1, 100, [45]),
+        (1, None, [45]),
+        (None, 20, [45, 40, 35, 30, 25, 20, 15, 10, 5]),
+    ],
+)
+def test_every_so_manieth_is_kept_too(keep, keep_every, kept, save, tmp_path):
+    save(*range(5, 50, 5))
+    retire(tmp_path, keep, keep_every)
+    assert left(tmp_path) == kept
+
+
+def test_nothing_is_deleted_where_none_is_good(save, tmp_path):
+    """Somebody may still make something of one of them."""
+    save(broken=(2, 4, 6))
+    assert retire(tmp_path, 1) == [] and left(tmp_path) == [6, 4, 2]
 
 
 def test_nothing_else_is_removed(save, tmp_path):
