@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import IO, cast
 
 import torch
 from huggingface_hub.serialization._base import parse_size_to_int
@@ -33,14 +34,14 @@ _OF_THE_RUN = {manifests.FILE, "trainer_state.json", "scheduler.json"}
 _NO_DESCRIPTION = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".index.json", ".gguf", ".h5", ".msgpack", ".onnx")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # a draft is not synced, so one from before a power cut is no use
-_BLOCK_BYTES = 1 << 20  # of what is copied and cast at a time; more of it fragments the heap, and is no faster
+_BLOCK_BYTES = 1 << 20  # read, cast and written at a time; more of it fragments the heap, and is no faster
 
 
 def export_checkpoint(checkpoint: Path, out: Path, model: Path | None, dtype: str, max_shard_size: str) -> None:
     """Write a Hugging Face folder at `out`, replacing one that is there. An interrupted call can be made again, and
     goes on with the first file that is not finished.
 
-    Beside the libraries it needs memory for one rank's part of one tensor.
+    Beside the libraries it needs a few megabytes of memory, whatever the model.
 
     Args:
         checkpoint: a checkpoint's folder.
@@ -171,29 +172,38 @@ def _parts(reader: Reader, key: str) -> Iterator[tuple[tuple[int, ...], torch.Te
     if sum(math.prod(chunk.sizes) for chunk in described.chunks) != described.size.numel():
         raise UserError(f"{reader.path}: its parts of {key} do not make up the whole; export another checkpoint")
     for chunk in described.chunks:
-        stored = _stored(reader, MetadataIndex(key, chunk.offsets), chunk.sizes)
-        if not stored.dim():
-            yield (), stored
-            continue
-        rows = max(1, _BLOCK_BYTES * len(stored) // max(1, stored.nbytes))
-        for begin in range(0, len(stored), rows):
-            # A copy: whoever still holds the last one would hold all that is stored, while the next is read.
-            yield (chunk.offsets[0] + begin, *chunk.offsets[1:]), stored[begin : begin + rows].clone()
-        del stored
+        for begin, rows in _stored(reader, MetadataIndex(key, chunk.offsets), chunk.sizes):
+            yield (chunk.offsets[0] + begin, *chunk.offsets[1:]) if rows.dim() else (), rows
 
 
-def _stored(reader: Reader, index: MetadataIndex, sizes: torch.Size) -> torch.Tensor:
-    """What a rank wrote as one. DCP's own `read_data` needs a second tensor to copy it into."""
+def _stored(reader: Reader, index: MetadataIndex, sizes: torch.Size) -> Iterator[tuple[int, torch.Tensor]]:
+    """What a rank wrote as one, by rows, each with the number of the first. DCP's own `read_data` would hold it
+    twice."""
     place = reader.storage_data.get(index)
     if place is None:
         raise UserError(f"{reader.path}: nothing says where {index.fqn} lies; export another checkpoint")
     path = Path(reader.path) / place.relative_path
     try:
         with path.open("rb") as file:
-            view = _create_file_view(file, place.offset, place.length)
-            stored = torch.load(view, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            view = cast(IO[bytes], _create_file_view(file, place.offset, place.length))
+            like = torch.load(view, map_location="meta", weights_only=True)
+            if not isinstance(like, torch.Tensor) or like.shape != sizes or not _is_plain(like):
+                raise UserError(f"{path} does not hold {index.fqn} as its {METADATA} says; export another checkpoint")
+            view.seek(0)
+            archive = torch._C.PyTorchFileReader(view)
+            file.seek(place.offset + archive.get_record_offset("data/0"))  # type: ignore[attr-defined]
+            count = sizes[0] if sizes else 1
+            at_once = max(1, _BLOCK_BYTES * count // max(1, like.nbytes))
+            for begin in range(0, count, at_once):
+                shape = (min(at_once, count - begin), *sizes[1:]) if sizes else ()
+                rows = torch.empty(shape, dtype=like.dtype)
+                if file.readinto(rows.view(-1).view(torch.uint8).numpy().data) != rows.nbytes:
+                    raise EOFError("it is cut off")
+                yield begin, rows
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise UserError(f"{path} cannot be read ({error}); export another checkpoint") from None
-    if not isinstance(stored, torch.Tensor) or stored.shape != sizes:
-        raise UserError(f"{path} does not hold {index.fqn} as its {METADATA} says; export another checkpoint")
-    return stored
+
+
+def _is_plain(stored: torch.Tensor) -> bool:
+    """Its elements are all that its file has, in their order; DCP writes no other."""
+    return stored.is_contiguous() and stored.untyped_storage().nbytes() == stored.nbytes

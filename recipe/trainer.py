@@ -263,12 +263,13 @@ class RecipeTrainer(SFTTrainer):
         """Stock: writes in place, so a crash leaves a newest checkpoint that is not one; and training waits."""
         self._note(self.saver.finish(self._saving))
         self.watchdog.at(f"saving checkpoint {self.state.global_step}")
+        began = time.perf_counter()
         texts = {"trainer_state.json": _as_text(self.state), SCHEDULER: json.dumps(self._schedule())}
         pieces = {
             shards.MODEL: state.model_pieces(self._shard_map),
             shards.OPTIMIZER: state.optimizer_pieces(self._shard_map, self.optimizer.optimizer),
         }
-        self.saver.save(Content(pieces, texts, self._describe_model, self._manifest()))
+        self.saver.save(Content(pieces, texts, self._describe_model, self._manifest()), began)
         if not self.args.async_save:
             self._note(self.saver.finish(self._saving))
 

@@ -132,4 +132,4 @@ def test_peak_memory_is_one_shard_and_300_mb(dtype: str, large_checkpoint: Path,
     print(f"peak {peak / MB:.0f} MB, libraries {libraries / MB:.0f} MB, shard {shard / MB:.0f} MB")
     assert len(list(out.glob(DRAFT_HAS))) == {"float32": 7, "bfloat16": 4}[dtype]
     assert peak < shard + 300 * MB
-    assert peak - libraries < 200 * MB, "one rank's part of one tensor"
+    assert peak - libraries < 60 * MB, "less than a tensor"

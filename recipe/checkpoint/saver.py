@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from recipe.checkpoint.manifest import Manifest, describe_files, list_files
 from recipe.errors import UserError
 from recipe.rendezvous import Rendezvous
 
+_SAVERS = count()  # of this process, made in the same order on every rank
 ATTEMPTS = 2
 RETRY_SECONDS = 3.0  # a file server that has just been restarted
 Data = dict[MetadataIndex, torch.Tensor]
@@ -85,7 +87,7 @@ class Saver:
         run_dir: where they go.
         rendezvous: a store of the saver's own: a client of a store answers one thread at a time.
         device: of the ranks.
-        in_background: let training go on once everything is copied; else it waits, and nothing is copied.
+        in_background: let training go on once everything is copied; else nothing is copied, and it has to `finish`.
         keep, keep_every: see `retire`.
 
     Attributes:
@@ -106,6 +108,7 @@ class Saver:
         self.in_background, self.keep, self.keep_every = in_background, keep, keep_every
         self.progress, self.phase = 0, ""
         self._layouts: dict[str, shards.Layout] = {}
+        self._key = f"saver {next(_SAVERS)}, save"  # a store remembers
         self._number = 0
         self._stager: DefaultStager | None = None
         self._copied = threading.Event()
@@ -114,11 +117,15 @@ class Saver:
 
     # -- the main thread -------------------------------------------------------------------------------------------
 
-    def save(self, content: Content) -> None:
+    def save(self, content: Content, began: float | None = None) -> None:
         """Begin a save; none may be in flight. Until `wait_staged` has returned (and, if it is not in the background,
-        until `finish` has), nothing in `content` may change. Collective."""
+        until `finish` has), nothing in `content` may change. Collective.
+
+        Args:
+            began: when training stopped for it (`time.perf_counter`); None: now.
+        """
         assert self._thread is None, "one save at a time"
-        began = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         for name, pieces in content.pieces.items():
             if name not in self._layouts:
                 self._layouts[name] = shards.agree(pieces)
@@ -209,7 +216,7 @@ class Saver:
             torch.cuda.set_device(self.device)  # each thread has a current device of its own
         outcome = self._outcome
         for attempt in range(1, ATTEMPTS + 1):
-            failure = self._attempt(f"save {self._number}.{attempt}", content, staged)
+            failure = self._attempt(f"{self._key} {self._number}.{attempt}", content, staged)
             if failure is None:
                 break
             outcome.failures.append(failure["text"])
