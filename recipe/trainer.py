@@ -1,12 +1,10 @@
 """TRL's `SFTTrainer` with the recipe's loading, order of samples, loss, checkpoints and export. Thin: each override
 says what the stock method does otherwise, and calls the room that knows better."""
 
-import json
 import math
-import tempfile
 import time
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +15,26 @@ from datasets import Dataset
 from torch import nn
 from torch.utils.data import Sampler
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PrinterCallback, TrainerState
+from transformers import PreTrainedModel, PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
 from recipe import ranks, sampling
 from recipe.arguments import TrainArguments
 from recipe.callbacks.meter import StepMeter
-from recipe.checkpoint import shards
-from recipe.checkpoint.manifest import Manifest
-from recipe.checkpoint.saver import Content, Outcome, Saver
-from recipe.export import describe, drain, write_export
+from recipe.checkpoint.saver import Outcome, Saver
+from recipe.export import drain, write_export
 from recipe.loading import StreamingLoader, Weights
 from recipe.loss import attach_summed_loss
 from recipe.model import torch_dtype
-from recipe.preflight import Found, code_version, versions
+from recipe.preflight import Found
+from recipe.run_state import RunState
 from recipe.sampling import FINGERPRINT, FingerprintedBatches
-from recipe.sharding import claims, gather, state, wrap
+from recipe.sharding import claims, gather, wrap
 from recipe.sharding.quantized import LocalShardOptimizer
 from recipe.stopping import Stopped, StopRequest
 from recipe.watchdog import Watchdog
 
-SCHEDULER = "scheduler.json"
 SETTLE_SECONDS = 600.0  # until a rank whose training failed no longer waits for its save
 
 
@@ -74,7 +70,7 @@ class RecipeTrainer(SFTTrainer):
         self.found, self.plugin, self.run, self.meter = found, plugin, run, meter
         self.stop, self.watchdog, self.stream, self.saver = stop, watchdog, stream, saver
         self._micro_batch = 0  # of the step that runs, on this rank
-        self.sharding: claims.Sharding | None = None
+        self.run_state: RunState  # once the model is sharded
         self.trained = False  # in this start
         optimizer = _optimizer(kwargs["args"], kwargs["model"])
         super().__init__(processing_class=found.tokenizer, optimizer_cls_and_kwargs=optimizer, **kwargs)
@@ -101,10 +97,11 @@ class RecipeTrainer(SFTTrainer):
         loader = StreamingLoader(self.model, weights, self.found.master_dtype, broadcast, self._loading)
         layers, parameters = self.model.config.num_hidden_layers, self.model.num_parameters()
         self.model = self.model_wrapped = wrap.shard(self.accelerator, self.model, loader)
-        self.sharding = claims.inspect_sharding(self.accelerator, self.model, layers, parameters)
+        sharding = claims.inspect_sharding(self.accelerator, self.model, layers, parameters)
+        self.run_state = RunState(self.found, self.model, sharding, self.run, self.watchdog.at)
         args, world_size = self.args, self.accelerator.num_processes
         lines = [
-            *self.sharding.lines(),
+            *sharding.lines(),
             f"global batch {args.global_batch_size} = {args.per_device_train_batch_size} samples x "
             f"{args.gradient_accumulation_steps} accumulated x {world_size} ranks; {args.max_steps} steps",
         ]
@@ -241,7 +238,7 @@ class RecipeTrainer(SFTTrainer):
         try:
             self.train(resume_from_checkpoint=resume_from)
         except Exception:
-            outcome = self.saver.finish(patience=SETTLE_SECONDS)
+            outcome = self.saver.finish(self._saving, SETTLE_SECONDS)
             if outcome is not None and not outcome.failures:
                 tqdm.write(f"recipe: checkpoint-{outcome.step}, which was being saved, is whole")
             raise
@@ -262,63 +259,24 @@ class RecipeTrainer(SFTTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Stock: writes in place, so a crash leaves a newest checkpoint that is not one; and training waits."""
         self._note(self.saver.finish(self._saving))
-        self.watchdog.at(f"saving checkpoint {self.state.global_step}")
-        began = time.perf_counter()
-        texts = {"trainer_state.json": _as_text(self.state), SCHEDULER: json.dumps(self._schedule())}
-        pieces = {
-            shards.MODEL: state.model_pieces(self._shard_map),
-            shards.OPTIMIZER: state.optimizer_pieces(self._shard_map, self.optimizer.optimizer),
-        }
-        self.saver.save(Content(pieces, texts, self._describe_model, self._manifest()), began)
+        step, began = self.state.global_step, time.perf_counter()
+        self.watchdog.at(f"saving checkpoint {step}")
+        samples, optimizer = self.stream.samples_at(step), self.optimizer.optimizer
+        content = self.run_state.content(self.state, samples, ranks.world_size(), optimizer, self.lr_scheduler)
+        self.saver.save(content, began)
         if not self.args.async_save:
             self._note(self.saver.finish(self._saving))
 
-    @cached_property
-    def _shard_map(self) -> state.ShardMap:
-        return state.ShardMap(self.model, {name: p.shape for name, p in self.found.fresh.named_parameters()})
-
-    def _describe_model(self, folder: Path) -> None:
-        describe(folder, self.found.fresh, self.found.config, self.found.tokenizer, self.found.generation)
-
-    def _manifest(self) -> Manifest:
-        assert self.sharding is not None
-        seen = {"tokens_seen": self.state.num_input_tokens_seen, "epoch": self.state.epoch}
-        vocabulary = {"vocab_size": self.found.config.vocab_size, "tokens": len(self.found.tokenizer)}
-        details = {"sharding": vars(self.sharding), "vocabulary": vocabulary, "versions": versions(), **seen}
-        step, samples = self.state.global_step, self.stream.samples_at(self.state.global_step)
-        return Manifest(step, samples, self.accelerator.num_processes, self.run, details | {"code": code_version()})
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Stock: Accelerate's loader, of the same files."""
-        folder = Path(resume_from_checkpoint)
-        with ranks.all_or_none(f"loading {folder}"):
-            self._read(folder / shards.MODEL, state.model_pieces(self._shard_map))
-
-    def _read(self, folder: Path, pieces: list[shards.Piece]) -> None:
-        shards.Reader(folder).read(pieces, lambda piece: self.watchdog.at(f"loading {piece.index.fqn} of {folder}"))
+        with ranks.all_or_none(f"loading {resume_from_checkpoint}"):
+            self.run_state.load_model(Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Stock: loads an FSDP1 optimizer's moments into nothing, in silence (see `recipe.sharding.state`)."""
-        if checkpoint is None:
-            return
-        folder = Path(checkpoint)
-        with ranks.all_or_none(f"loading the optimizer of {folder}"):
-            read = partial(self._read, folder / shards.OPTIMIZER)
-            state.load_optimizer(self._shard_map, self.optimizer.optimizer, read)
-            self._set_schedule(json.loads((folder / SCHEDULER).read_text()))
-
-    def _schedule(self) -> dict[str, Any]:
-        """Where the learning rate is: what counts, and not what the configuration says."""
-        known = self.lr_scheduler.state_dict()
-        return {key: value for key, value in known.items() if key not in ("base_lrs", "lr_lambdas", "_last_lr")}
-
-    def _set_schedule(self, schedule: dict[str, Any]) -> None:
-        """Go on at that place of the schedule that the configuration asks for."""
-        scheduler = self.lr_scheduler
-        scheduler.load_state_dict(scheduler.state_dict() | schedule)
-        scheduler._last_lr = scheduler.get_lr()
-        for group, rate in zip(self.optimizer.param_groups, scheduler._last_lr, strict=True):
-            group["lr"] = rate
+        if checkpoint is not None:
+            with ranks.all_or_none(f"loading the optimizer of {checkpoint}"):
+                self.run_state.load_optimizer(Path(checkpoint), self.optimizer.optimizer, self.lr_scheduler)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Stock: each rank's generators, from a pickle. Here a micro-batch's random numbers follow from its place in
@@ -342,7 +300,7 @@ class RecipeTrainer(SFTTrainer):
         _say(f"exported to {out}")
 
     def _describe_export(self, folder: Path) -> None:
-        self._describe_model(folder)
+        self.run_state.describe(folder)
         found = Weights(folder).problems(self.found.fresh)
         if found:
             raise RuntimeError("the export does not match the model: " + "; ".join(found))
@@ -363,12 +321,6 @@ def _say(*lines: str) -> None:
     """To the log, on rank 0 (Accelerate's print speaks on every node), past the progress bar."""
     if ranks.is_main():
         tqdm.write("\n".join(f"recipe: {line}" for line in lines))
-
-
-def _as_text(state: TrainerState) -> str:
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-        state.save_to_json(file.name)
-        return file.read()
 
 
 def _optimizer(

@@ -5,12 +5,16 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.warm import Warm
 
 ROOT = Path(__file__).parent.parent
 WORDS = "the quick brown fox jumps over a lazy dog while cats sleep".split()
@@ -135,7 +139,8 @@ class Finished:
 
 
 class Launcher:
-    """Starts the entry through `accelerate launch`, or `recipe.launch`, as a user does, with small defaults."""
+    """Starts the entry with small defaults: through `accelerate launch` or `recipe.launch`, as a user does, or on ranks
+    that are warm (tests/warm.py)."""
 
     def __init__(self, model: Path, data: Path, cache: Path):
         self.defaults = {
@@ -155,6 +160,11 @@ class Launcher:
             "report_to": "none",
         }
 
+    def command(self, run_dir: Path, keys: dict[str, Any]) -> list[str]:
+        """The entry's arguments."""
+        values = {**self.defaults, "output_dir": run_dir, **keys}
+        return [part for key, value in values.items() if value is not None for part in (f"--{key}", str(value))]
+
     def start(
         self,
         run_dir: Path,
@@ -165,18 +175,15 @@ class Launcher:
         disturb: str | None = None,
         **keys: Any,
     ) -> subprocess.Popen[str]:
-        """`disturb`: see tests/disturbed.py; it goes through `recipe.launch`."""
-        values = {**self.defaults, "output_dir": run_dir, **keys}
+        """Through a launcher. `disturb`: see tests/disturbed.py; it goes through `recipe.launch`."""
         command = [str(Path(sys.executable).with_name("accelerate")), "launch"]
         module = "recipe.train"
         if disturb is not None:
             command, module = [sys.executable, "-m", "recipe.launch"], "tests.disturbed"
             env = {**(env or {}), "DISTURB": disturb}
-        command += ["--main_process_port", "0", "--config_file", str(ROOT / f"configs/accelerate/{spread}.yaml")]
-        command += [*launch, "-m", module]
-        command += [part for key, value in values.items() if value is not None for part in (f"--{key}", str(value))]
+        command += ["--main_process_port", "0", "--config_file", str(_spread(spread)), *launch, "-m", module]
         return subprocess.Popen(
-            command,
+            command + self.command(run_dir, keys),
             cwd=ROOT,
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
@@ -184,14 +191,42 @@ class Launcher:
             text=True,
         )
 
-    def __call__(self, run_dir: Path, *, timeout: float = 240, **options: Any) -> Finished:
-        with self.start(run_dir, **options) as process:
-            try:
-                log, _ = process.communicate(timeout=timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
-        return Finished(run_dir, process.returncode, log)
+    def warm(
+        self, run_dir: Path, *, spread: str = "fsdp1_cpu_2rank", world_size: int = 2, log: Path, **keys: Any
+    ) -> "Warm":
+        from tests.warm import Warm
+
+        return Warm(_spread(spread), world_size, self.command(run_dir, keys), log)
+
+    def __call__(
+        self,
+        run_dir: Path,
+        *,
+        world_size: int = 2,
+        cold: bool = False,
+        timeout: float = 240,
+        **options: Any,
+    ) -> Finished:
+        """On warm ranks, where nothing is asked for that takes a launcher (or a GPU, whose driver outlives no fork)."""
+        import torch
+
+        if cold or options.keys() & {"launch", "env", "disturb"} or torch.cuda.is_available():
+            options["launch"] = ("--num_processes", str(world_size), *options.get("launch", ()))
+            with self.start(run_dir, **options) as process:
+                try:
+                    log, _ = process.communicate(timeout=timeout)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    raise
+            return Finished(run_dir, process.returncode, log)
+        with tempfile.TemporaryDirectory() as scratch:
+            log_file = Path(scratch) / "log"
+            code = self.warm(run_dir, world_size=world_size, log=log_file, **options).wait(timeout)
+            return Finished(run_dir, code, log_file.read_text())
+
+
+def _spread(name: str) -> Path:
+    return ROOT / f"configs/accelerate/{name}.yaml"
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ COME_BACK, LEAVE = 75, 143
 @pytest.fixture(scope="module")
 def whole(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """The run that nothing disturbs."""
-    return launch(tmp_path_factory.mktemp("whole") / "run", disturb="", **KEYS).ok()
+    return launch(tmp_path_factory.mktemp("whole") / "run", **KEYS).ok()
 
 
 def losses(run: Finished) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def test_asked_on_one_rank_all_stop_at_the_same_step_and_come_back(
     assert not (tmp_path / "run/export").exists()
     if step:
         assert [line["step"] for line in losses(stopped)] == list(range(1, step + 1))
-        assert same(launch(tmp_path / "run", disturb="", **KEYS).ok(), whole)
+        assert same(launch(tmp_path / "run", **KEYS).ok(), whole)
 
 
 def test_sigterm_saves_and_leaves(launch: Launcher, tmp_path: Path) -> None:

@@ -26,13 +26,13 @@ def test_from_4_to_2_to_3_to_1_to_4_ranks(launch: Launcher, tmp_path: Path) -> N
         "save_total_limit": 1,
         "export": False,
     }
-    whole = launch(tmp_path / "whole", launch=("--num_processes", "2"), **keys).ok()
+    whole = launch(tmp_path / "whole", **keys).ok()
     assert whole.metrics[-1]["epoch"] > 3, "or the order of a second epoch was not tried"
     for world_size, version, last in CHAIN:
         run = launch(
             tmp_path / "parts",
             spread=f"fsdp{version}_cpu_2rank",
-            launch=("--num_processes", str(world_size)),
+            world_size=world_size,
             stop_at_step=last,
             **keys,
         ).ok()
@@ -49,7 +49,7 @@ def test_changes_are_refused_by_name_and_accepted_by_name(launch: Launcher, tmp_
     keys = {"spread": "fsdp2_cpu_2rank", "export": False}
     launch(tmp_path / "run", stop_at_step=2, **keys).ok()
     changed = {**keys, "global_batch_size": 4, "max_steps": 8, "learning_rate": 5e-4}
-    refused = launch(tmp_path / "run", disturb="", **changed)
+    refused = launch(tmp_path / "run", **changed)
     assert refused.code == 2
     for told in (
         "global_batch_size: 8 then, 4 now",

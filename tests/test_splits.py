@@ -67,7 +67,7 @@ def test_split(split: str, reference: dict[str, list[float]], launch: Launcher, 
     run = launch(
         tmp_path / "run",
         spread=spread,
-        launch=("--num_processes", str(processes)),
+        world_size=processes,
         per_device_train_batch_size=micro,
         max_steps=STEPS,
         max_grad_norm=MAX_GRAD_NORM,
@@ -118,5 +118,5 @@ def test_fsdps_own_checkpointing(
 def test_packed_blocks(launch: Launcher, tmp_path: Path) -> None:
     """Packed blocks on one rank and on two: one loss curve."""
     keys = {"packing": True, "max_steps": STEPS, "global_batch_size": 4, "export": False}
-    curves = [launch(tmp_path / str(n), launch=("--num_processes", str(n)), **keys).ok().column("loss") for n in (1, 2)]
+    curves = [launch(tmp_path / str(n), world_size=n, **keys).ok().column("loss") for n in (1, 2)]
     assert curves[0] == pytest.approx(curves[1], abs=5e-6)

@@ -27,10 +27,11 @@ def read_shards(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=SPREADS)
 def runs(request: pytest.FixtureRequest, launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """12 steps in one go, and 12 steps stopped at 5 and resumed. 39 rows: a global batch spans the end of an epoch."""
+    """12 steps in one go, through `accelerate launch`, and 12 steps stopped at 5 and resumed. 39 rows: a global batch
+    spans the end of an epoch."""
     keys = {"spread": request.param, "max_steps": 12, "export_dtype": "float32", "report_to": "tensorboard"}
     folder = tmp_path_factory.mktemp(request.param)
-    whole = launch(folder / "whole", **keys).ok()
+    whole = launch(folder / "whole", cold=True, **keys).ok()
     stopped = launch(folder / "parts", stop_at_step=5, **keys).ok()
     first = [*stopped.metrics]
     assert not (folder / "parts" / "export").exists(), "a run that was stopped exports nothing"
@@ -193,7 +194,7 @@ def test_evaluation_does_not_depend_on_the_ranks(launch: Launcher, tmp_path: Pat
     for processes in (1, 2):
         run = launch(
             tmp_path / str(processes),
-            launch=("--num_processes", str(processes)),
+            world_size=processes,
             eval_samples=7,
             eval_strategy="steps",
             eval_steps=2,

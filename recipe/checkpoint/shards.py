@@ -207,6 +207,9 @@ def finish(folder: Path, layout: Layout, items_of_ranks: Sequence[list[list[Any]
     dcp.FileSystemWriter(folder, sync_files=True).finish(layout.metadata, results)
 
 
+_SUM_BYTES = 1 << 18  # summed and then written from the processor's cache
+
+
 class _SummingFile:
     """A file that is written from its beginning to its end, and summed on the way."""
 
@@ -215,9 +218,13 @@ class _SummingFile:
         self.tell, self.flush, self.fileno, self.close = raw.tell, raw.flush, raw.fileno, raw.close
 
     def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self.size += memoryview(data).nbytes
-        return self.raw.write(data)
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), _SUM_BYTES):
+            block = view[begin : begin + _SUM_BYTES]
+            self.digest.update(block)
+            self.raw.write(block)
+        self.size += len(view)
+        return len(view)
 
 
 class _SummingFileSystem(FileSystem):

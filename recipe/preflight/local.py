@@ -2,6 +2,7 @@
 
 import subprocess
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -68,12 +69,14 @@ def inspect(arguments: Arguments, world_size: int | None, *, on_gpu: bool, launc
     return report
 
 
+@cache
 def versions() -> dict[str, str]:
     """The packages that what a run computes depends on."""
     names = ("torch", "transformers", "accelerate", "trl", "datasets", "safetensors", "bitsandbytes")
     return {name: metadata.version(name) for name in names}
 
 
+@cache
 def code_version() -> str:
     """The revision of this code, by git where it is a checkout (with `+changes` where files differ from it), else by
     version."""

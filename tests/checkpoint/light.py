@@ -3,7 +3,6 @@
 A rank starts in a tenth of a second, so that a test can kill hundreds.
 """
 
-import multiprocessing as mp
 import os
 import random
 import time
@@ -20,9 +19,8 @@ from recipe.checkpoint import shards
 from recipe.checkpoint.manifest import Manifest
 from recipe.checkpoint.saver import Content, Saver
 from recipe.rendezvous import Rendezvous
+from tests.warm import CONTEXT
 
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.checkpoint.light"])
 SHAPES = {"embed": (41, 8), "layer.0": (16, 8), "layer.1": (16, 8), "norm": (8,), "head": (41, 8)}
 RUN = {"data": "light", "seed": 1}
 PHASE_BYTES = 64
