@@ -99,6 +99,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named_first(cluster: Cluster,
     """N7: within a minute, on both nodes, not requeued, and the checkpoint before is whole."""
     job = cluster.submit(tmp_path / "run", **KEYS)
     job.until_step(11)
+    job.until(lambda: (job.run_dir / "checkpoint-10").exists(), every=0.1)  # it is written beside training
     killed = time.monotonic()
     cluster.inside("kill", "-9", job.process_of(3))
     ended = job.ended("FAILED")
