@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from recipe.checkpoint import publish
 from recipe.loading import INDEX, MALLOC_TRIM, TRIM_EVERY_BYTES
 
 if TYPE_CHECKING:  # an export of a checkpoint needs no model, and no memory for transformers
@@ -206,6 +207,8 @@ def write_export(
     describe(draft)
     _set_dtype(draft / "config.json", dtype)
     marker.unlink()
+    for path in [*draft.iterdir(), draft]:
+        publish.sync(path)
     _replace(out, draft)
 
 
@@ -233,7 +236,7 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
 
 def _replace(out: Path, draft: Path) -> None:
     """Put `draft` in the place of `out`, which is moved aside first, so that there is a whole export at every
-    moment."""
+    moment, under one name or the other."""
     old = out.with_name(out.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():

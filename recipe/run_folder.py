@@ -166,7 +166,7 @@ def resume_point(
     found: list[Path] = []
     with ranks.all_or_none("looking for checkpoints"):
         if ranks.is_main():
-            lines += [f"removed {name}, left by an interrupted save" for name in clean_leftovers(run_dir)]
+            lines += clean_leftovers(run_dir)
             found = _candidates(run_dir, asked)
     automatic = asked in AUTO
     for folder in ranks.from_main(found):
@@ -205,11 +205,16 @@ def _candidates(run_dir: Path, asked: str | None) -> list[Path]:
     folder = Path(asked or "")
     if not folder.is_dir():
         raise UserError(f"resume_from_checkpoint '{folder}' is no folder; give 'auto', 'none' or a checkpoint's folder")
-    newer = [c.name for c in there if step_of(c) > Manifest.read(folder).step] if folder.parent == run_dir else []
+    try:
+        step = Manifest.read(folder).step
+    except ValueError as error:
+        raise UserError(f"resume_from_checkpoint '{folder}' is not a whole checkpoint: {error}") from None
+    # From whichever folder it comes, this run's checkpoints will be among them.
+    newer = [c.name for c in there if step_of(c) > step or (step_of(c) == step and c.resolve() != folder.resolve())]
     if newer:
         raise UserError(
-            f"resume_from_checkpoint is {folder.name} and {run_dir} holds newer ones ({', '.join(newer)}), which a "
-            "later start would take; remove them, or set another output_dir"
+            f"resume_from_checkpoint is {folder} (step {step}) and {run_dir} holds {', '.join(newer)}, which a later "
+            "start would take; remove them, or set another output_dir"
         )
     return [folder]
 

@@ -1,8 +1,8 @@
 """What a checkpoint holds of a run that trains, and how a new start takes it up again."""
 
 import json
-import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class RunState:
         on_tensor: Callable[[str], object],
     ):
         self.found, self.model, self.sharding, self.run, self.on_tensor = found, model, sharding, run, on_tensor
+        self.code = code_version()  # now: somebody may change the checkout under the run
 
     @cached_property
     def shard_map(self) -> state.ShardMap:
@@ -60,14 +61,15 @@ class RunState:
             shards.MODEL: state.model_pieces(self.shard_map),
             shards.OPTIMIZER: state.optimizer_pieces(self.shard_map, optimizer),
         }
-        texts = {"trainer_state.json": _as_text(progress), SCHEDULE: json.dumps(schedule(scheduler))}
+        text = json.dumps(asdict(progress), indent=2, sort_keys=True)  # as `TrainerState.save_to_json` has it
+        texts = {"trainer_state.json": text, SCHEDULE: json.dumps(schedule(scheduler))}
         details = {
             "tokens_seen": progress.num_input_tokens_seen,
             "epoch": progress.epoch,
             "sharding": vars(self.sharding),
             "vocabulary": {"vocab_size": self.found.config.vocab_size, "tokens": len(self.found.tokenizer)},
             "versions": versions(),
-            "code": code_version(),
+            "code": self.code,
         }
         manifest = Manifest(progress.global_step, samples_seen, world_size, self.run, details)
         return Content(pieces, texts, self.describe, manifest)
@@ -99,9 +101,3 @@ def set_schedule(scheduler: LRScheduler, place: dict[str, Any]) -> None:
     scheduler._last_lr = scheduler.get_lr()
     for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
         group["lr"] = rate
-
-
-def _as_text(progress: TrainerState) -> str:
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-        progress.save_to_json(file.name)
-        return file.read()

@@ -3,6 +3,7 @@ says what the stock method does otherwise, and calls the room that knows better.
 
 import math
 import time
+import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -70,6 +71,7 @@ class RecipeTrainer(SFTTrainer):
         self.found, self.plugin, self.run, self.meter = found, plugin, run, meter
         self.stop, self.watchdog, self.stream, self.saver = stop, watchdog, stream, saver
         self._micro_batch = 0  # of the step that runs, on this rank
+        self.save_failed = False  # the last save
         self.run_state: RunState  # once the model is sharded
         self.trained = False  # in this start
         optimizer = _optimizer(kwargs["args"], kwargs["model"])
@@ -216,6 +218,7 @@ class RecipeTrainer(SFTTrainer):
                 totals[1] += inputs["labels"][..., 1:].ne(-100).sum()
                 totals[0] += model(**inputs, summed_loss=True)
         model.train()
+        wrap.reshard(model)
         if stopped:
             return EvalLoopOutput(None, None, {}, num_samples=len(dataloader.dataset))
         dist.all_reduce(totals)
@@ -238,20 +241,32 @@ class RecipeTrainer(SFTTrainer):
         try:
             self.train(resume_from_checkpoint=resume_from)
         except Exception:
-            outcome = self.saver.finish(self._saving, SETTLE_SECONDS)
-            if outcome is not None and not outcome.failures:
-                tqdm.write(f"recipe: checkpoint-{outcome.step}, which was being saved, is whole")
+            if self.saver.in_flight:
+                tqdm.write(
+                    f"recipe: training failed, and a save is in flight: waiting for it\n{traceback.format_exc()}"
+                )
+                outcome = self.saver.finish(self._saving, SETTLE_SECONDS)
+                if outcome is not None and outcome.published:
+                    tqdm.write(f"recipe: checkpoint-{outcome.step}, which was being saved, is whole")
             raise
-        self._note(self.saver.finish(self._saving))
+        self._note(self.saver.finish(self._saving), last=True)
 
     def _saving(self, phase: str) -> None:
         self.watchdog.at(f"waiting for the save: {phase}")
 
-    def _note(self, outcome: Outcome | None) -> None:
-        """Log how a save ended; raises if it failed."""
+    def _note(self, outcome: Outcome | None, last: bool = False) -> None:
+        """Log how a save ended. Raises if it failed because the disk will not take it, if the one before failed too, or
+        if it was the `last`."""
         if outcome is None:
             return
-        outcome.raise_if_failed()
+        failed_before, self.save_failed = self.save_failed, not outcome.published
+        if outcome.disk or failed_before or last:
+            outcome.raise_if_failed()
+        if not outcome.published:
+            _say(
+                f"warning: checkpoint-{outcome.step} could not be written: {outcome.failures[-1]}; going on to the next"
+            )
+            return
         self.log({"save_step": outcome.step, "save_pause_seconds": outcome.pause, "save_total_seconds": outcome.total})
         retired = f"; deleted {', '.join(outcome.retired)}" if outcome.retired else ""
         _say(f"checkpoint-{outcome.step} saved in {outcome.total:.1f} s, pause {outcome.pause:.2f} s{retired}")

@@ -1,6 +1,7 @@
 """Where a start goes on: what `run_folder.resume_point` takes, passes over and refuses."""
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,20 @@ def test_a_named_checkpoint_may_lie_elsewhere(save, tmp_path):
     assert resume(tmp_path, str(elsewhere))[0] == elsewhere
 
 
-def test_an_older_checkpoint_of_the_same_folder_is_refused(save, tmp_path):
-    """A later start would take the newer one again, and leave the branch that began here."""
+def test_an_older_checkpoint_is_refused_where_newer_ones_lie(save, tmp_path, monkeypatch):
+    """A later start would take the newer one again, and leave the branch that began here; however the folder is spelt,
+    and wherever it lies."""
     old = save(2)
     assert resume(tmp_path, str(old))[0] == old
+    elsewhere = old.parent / "elsewhere" / old.name
+    shutil.copytree(old, elsewhere)
     save(4)
-    with pytest.raises(UserError, match=r"holds newer ones \(checkpoint-4\)"):
-        resume(tmp_path, str(old))
+    link = tmp_path / "link"
+    link.symlink_to(old)
+    monkeypatch.chdir(tmp_path)
+    for spelt in (old, Path("checkpoint-2"), tmp_path / "elsewhere" / ".." / "checkpoint-2", link, elsewhere):
+        with pytest.raises(UserError, match="holds .*checkpoint-4.*, which a later start would take"):
+            resume(tmp_path, str(spelt))
 
 
 def test_a_named_checkpoint_has_to_be_whole(save, tmp_path):

@@ -203,3 +203,18 @@ def test_evaluation_does_not_depend_on_the_ranks(launch: Launcher, tmp_path: Pat
         ).ok()
         losses.append(run.column("eval_loss"))
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], abs=2e-6)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_save_and_an_export_right_after_an_evaluation_have_the_masters(
+    spread: str, launch: Launcher, tmp_path: Path
+) -> None:
+    """A forward pass without a backward leaves FSDP2's last unit whole, in the compute dtype."""
+    held_out = {"eval_samples": 7, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1}
+    keys = {**held_out, "spread": spread, "bf16": True, "export_dtype": "float32", "save_steps": 2, "max_steps": 2}
+    run = launch(tmp_path / "run", **keys).ok()
+    saved = read_shards(run.run_dir / "checkpoint-2/pytorch_model_fsdp_0")
+    export = load_file(run.run_dir / "export/model.safetensors")
+    assert saved.keys() == export.keys() and all(torch.equal(saved[key], export[key]) for key in saved)
+    rounded = [key for key in saved if torch.equal(saved[key], saved[key].bfloat16().float())]
+    assert not rounded, "these came from the compute dtype"

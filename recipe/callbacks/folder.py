@@ -1,5 +1,6 @@
 """Make the run folder again if somebody removes it under the run: what the run still writes must find its place."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ class KeepFolder(TrainerCallback):
         self.run_dir, self.run, self.resolved = run_dir, run, resolved
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.is_world_process_zero and not (self.run_dir / run_folder.IDENTITY).exists():
-            tqdm.write(f"recipe: warning: {self.run_dir} was removed under the run; made again, without what was in it")
-            run_folder.claim(self.run_dir, self.run)
-            run_folder.write_config(self.run_dir, self.resolved)
+        if not state.is_world_process_zero:
+            return
+        with suppress(OSError):  # a disk that does not answer, or is full: that is for the next checkpoint to say
+            if not (self.run_dir / run_folder.IDENTITY).exists():
+                tqdm.write(
+                    f"recipe: warning: {self.run_dir} was removed under the run; made again, without its content"
+                )
+                run_folder.claim(self.run_dir, self.run)
+                run_folder.write_config(self.run_dir, self.resolved)

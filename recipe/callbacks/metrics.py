@@ -23,10 +23,12 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Drop the lines of steps that a crash undid."""
         if state.is_world_process_zero and self.path.exists():
-            kept = [line for line in self.path.read_text().splitlines() if _step(line) <= state.global_step]
-            draft = self.path.with_suffix(".tmp")
-            draft.write_text("".join(f"{line}\n" for line in kept))
-            draft.replace(self.path)
+            lines = self.path.read_text().splitlines()
+            kept = [line for line in lines if _step(line) <= state.global_step]
+            if kept != lines:
+                draft = self.path.with_suffix(".tmp")
+                draft.write_text("".join(f"{line}\n" for line in kept))
+                draft.replace(self.path)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any

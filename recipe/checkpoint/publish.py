@@ -5,6 +5,7 @@ For one process, that of rank 0; `recipe.checkpoint.saver` is what all ranks do 
 
 import os
 import shutil
+import uuid
 from pathlib import Path
 
 from recipe.checkpoint.find import name_of
@@ -14,15 +15,11 @@ TEMPORARY = ".tmp"
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """An empty folder to write checkpoint `step` into."""
-    draft = draft_of(run_dir, step)
-    shutil.rmtree(draft, ignore_errors=True)
+    """An empty folder to write checkpoint `step` into. Its name is its own: a rank of an earlier start that was cut
+    off, and comes back, writes into no other's."""
+    draft = run_dir / f"{name_of(step)}.{uuid.uuid4().hex[:8]}{TEMPORARY}"
     draft.mkdir(parents=True)
     return draft
-
-
-def draft_of(run_dir: Path, step: int) -> Path:
-    return run_dir / f"{name_of(step)}{TEMPORARY}"
 
 
 def publish(draft: Path, manifest: Manifest) -> Path:
@@ -32,7 +29,7 @@ def publish(draft: Path, manifest: Manifest) -> Path:
         sync(folder)
     final = draft.with_name(name_of(manifest.step))
     if final.exists():
-        discard(final)  # an unfinished or broken folder of that name; a good one would have been resumed from
+        discard(final)  # a broken folder of that name: a good one would have been resumed from
     draft.rename(final)
     sync(final.parent)
     return final
@@ -58,8 +55,12 @@ def sync(path: Path) -> None:
 
 
 def clean_leftovers(run_dir: Path) -> list[str]:
-    """Remove what interrupted saves and deletions left behind; returns the names removed."""
-    leftovers = sorted(run_dir.glob(f"{name_of('*')}{TEMPORARY}"))
-    for folder in leftovers:
-        discard(folder)
-    return [folder.name for folder in leftovers]
+    """Remove what interrupted saves and deletions left behind; returns lines for the log."""
+    lines = []
+    for folder in sorted(run_dir.glob(f"{name_of('*')}{TEMPORARY}")):
+        try:
+            discard(folder)
+            lines.append(f"removed {folder.name}, left by an interrupted save")
+        except OSError as error:  # a file that somebody holds open on a network file system: it is only in the way
+            lines.append(f"{folder.name}, left by an interrupted save, cannot be removed ({error})")
+    return lines

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from tqdm.auto import tqdm
 
 from recipe.checkpoint import publish, retire, shards
+from recipe.checkpoint.find import name_of
 from recipe.checkpoint.manifest import Manifest, describe_files, list_files
 from recipe.errors import UserError
 from recipe.rendezvous import Rendezvous
@@ -58,23 +60,26 @@ class Outcome:
     Attributes:
         pause: seconds that training stood still on this rank.
         total: seconds from its begin until it was published.
-        retired: older checkpoints that were deleted.
-        failures: what went wrong in attempts; the save failed if there are as many as attempts.
+        published: whether it was, on every rank the same.
+        retired: older checkpoints that were deleted, on rank 0, who deletes.
+        failures: what went wrong in attempts.
         disk: whether it was the disk that would not take it.
     """
 
     step: int
     pause: float = 0.0
     total: float = 0.0
+    published: bool = False
     retired: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     disk: bool = False
 
     def raise_if_failed(self) -> "Outcome":
         """Raises `UserError` where the disk will not take it, `RuntimeError` for any other failure."""
-        if len(self.failures) < ATTEMPTS:
+        if self.published:
             return self
-        text = f"checkpoint-{self.step} could not be written, twice: {self.failures[-1]}; earlier ones are unharmed"
+        twice = ", twice" if len(self.failures) == ATTEMPTS else ""
+        text = f"checkpoint-{self.step} could not be written{twice}: {self.failures[-1]}; earlier ones are unharmed"
         if self.disk:
             raise UserError(f"{text}. Mend output_dir's disk (space, quota, permissions), or set another output_dir")
         raise RuntimeError(text)
@@ -87,7 +92,7 @@ class Saver:
         run_dir: where they go.
         rendezvous: a store of the saver's own: a client of a store answers one thread at a time.
         device: of the ranks.
-        in_background: let training go on once everything is copied; else nothing is copied, and it has to `finish`.
+        in_background: let training go on once everything is copied; else nothing is copied, and it has to wait.
         keep, keep_every: see `retire`.
 
     Attributes:
@@ -117,9 +122,13 @@ class Saver:
 
     # -- the main thread -------------------------------------------------------------------------------------------
 
+    @property
+    def in_flight(self) -> bool:
+        return self._thread is not None
+
     def save(self, content: Content, began: float | None = None) -> None:
-        """Begin a save; none may be in flight. Until `wait_staged` has returned (and, if it is not in the background,
-        until `finish` has), nothing in `content` may change. Collective.
+        """Begin a save; none may be in flight. Until `wait_staged` has returned, nothing in `content` may change.
+        Collective.
 
         Args:
             began: when training stopped for it (`time.perf_counter`); None: now.
@@ -129,7 +138,13 @@ class Saver:
         for name, pieces in content.pieces.items():
             if name not in self._layouts:
                 self._layouts[name] = shards.agree(pieces)
-        live: Data = {p.index: p.data.detach() for pieces in content.pieces.values() for p in pieces}
+        mine = {item.index for name in content.pieces for item in self._layouts[name].mine.items}
+        live: Data = {
+            piece.index: piece.data.detach()
+            for pieces in content.pieces.values()
+            for piece in pieces
+            if piece.index in mine  # of what several ranks hold, one writes it
+        }
         self._number += 1
         self._outcome = Outcome(content.manifest.step)
         self._copied = threading.Event()
@@ -164,10 +179,13 @@ class Saver:
         return staged
 
     def wait_staged(self) -> None:
-        """Until what the save in flight holds is copied and may change."""
-        if self._thread is not None and self.in_background:
+        """Until what the save in flight holds may change: it is copied, or written."""
+        if self._thread is not None:
             began = time.perf_counter()
-            self._copied.wait()
+            if self.in_background:
+                self._copied.wait()
+            else:
+                self._thread.join()
             self._outcome.pause += time.perf_counter() - began
 
     def poll(self) -> Outcome | None:
@@ -212,44 +230,47 @@ class Saver:
         self.progress += 1
 
     def _run(self, content: Content, staged: Future[Data], began: float) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # each thread has a current device of its own
         outcome = self._outcome
-        for attempt in range(1, ATTEMPTS + 1):
-            failure = self._attempt(f"{self._key} {self._number}.{attempt}", content, staged)
-            if failure is None:
-                break
-            outcome.failures.append(failure["text"])
-            outcome.disk = failure["disk"]
-            if attempt < ATTEMPTS:
-                if self.rendezvous.rank == 0:
-                    tqdm.write(f"recipe: warning: {failure['text']}; trying once more")
-                time.sleep(RETRY_SECONDS)
-        outcome.total = time.perf_counter() - began
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # each thread has a current device of its own
+            for attempt in range(1, ATTEMPTS + 1):
+                failure = self._attempt(f"{self._key} {self._number}.{attempt}", content, staged)
+                if failure is None:
+                    outcome.published = True
+                    break
+                outcome.failures.append(failure["text"])
+                outcome.disk = failure["disk"]
+                if attempt < ATTEMPTS:
+                    if self.rendezvous.rank == 0:
+                        _warn(f"{failure['text']}; trying once more")
+                    time.sleep(RETRY_SECONDS)
+            outcome.total = time.perf_counter() - began
+            if outcome.published and self.rendezvous.rank == 0:
+                self._retire(content.manifest.step)
+        except Exception as error:  # noqa: BLE001 - such as a store that does not answer: the main thread raises it
+            outcome.failures.append(f"{type(error).__name__}: {error}")
         self.enter("ended")
 
     def _attempt(self, key: str, content: Content, staged: Future[Data]) -> dict[str, Any] | None:
         """One attempt of all ranks together; returns the same failure on each, or None."""
         step, main = content.manifest.step, self.rendezvous.rank == 0
-        draft = publish.draft_of(self.run_dir, step)
-        try:
-            self.enter(f"checkpoint {step}: beginning")
-            begun = _failure_of(lambda: publish.begin(self.run_dir, step)) if main else None
-            failure = self.rendezvous.from_main(f"{key} begun", begun)
-            if failure is not None:
-                return failure
-            written: dict[str, shards.Written] = {}
-            failure = _failure_of(lambda: written.update(self._write(draft, content, staged.result())))
-            mine = {"failure": failure, "written": {name: asdict(one) for name, one in written.items()}}
-            everyone = self.rendezvous.to_main(f"{key} written", mine)
-            failure, retired = None, list[str]()
-            if everyone is not None:
-                self.enter(f"checkpoint {step}: publishing")
-                failure, retired = self._publish(draft, content, everyone)
-            failure, self._outcome.retired = self.rendezvous.from_main(f"{key} ended", [failure, retired])
-        except dist.DistError as error:
-            return {"text": f"the store of rank 0's launcher does not answer ({error})", "disk": False}
-        return failure
+        self.enter(f"checkpoint {step}: beginning")
+        begun: list[Path] = []
+        failure = _failure_of(lambda: begun.append(publish.begin(self.run_dir, step))) if main else None
+        told = {"failure": failure, "draft": begun[0].name if begun else None}
+        told = self.rendezvous.from_main(f"{key} begun", told)
+        if told["failure"] is not None:
+            return told["failure"]
+        draft = self.run_dir / told["draft"]
+        written: dict[str, shards.Written] = {}
+        failure = _failure_of(lambda: written.update(self._write(draft, content, staged.result())))
+        mine = {"failure": failure, "written": {name: asdict(one) for name, one in written.items()}}
+        everyone = self.rendezvous.to_main(f"{key} written", mine)
+        if everyone is not None:
+            self.enter(f"checkpoint {step}: publishing")
+            failure = self._publish(draft, content, everyone)
+        return self.rendezvous.from_main(f"{key} ended", failure)
 
     def _write(self, draft: Path, content: Content, staged: Data) -> dict[str, shards.Written]:
         written = {}
@@ -261,24 +282,25 @@ class Saver:
     def _tick(self) -> None:
         self.progress += 1
 
-    def _publish(
-        self, draft: Path, content: Content, everyone: Sequence[dict[str, Any]]
-    ) -> tuple[dict[str, Any] | None, list[str]]:
+    def _publish(self, draft: Path, content: Content, everyone: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         failures = [one["failure"] for one in everyone if one["failure"] is not None]
         if not failures:
             failures = list(filter(None, [_failure_of(lambda: self._complete(draft, content, everyone))]))
-        if failures:
-            _failure_of(lambda: publish.discard(draft))  # what it takes of a full disk
-            text = "; ".join(dict.fromkeys(failure["text"] for failure in failures))
-            return {"text": text, "disk": any(failure["disk"] for failure in failures)}, []
-        self.enter(f"checkpoint {content.manifest.step}: deleting old ones")
-        retired: list[str] = []
+        if not failures:
+            return None
+        _failure_of(lambda: publish.discard(draft))  # what it takes of a full disk
+        text = "; ".join(dict.fromkeys(failure["text"] for failure in failures))
+        return {"text": text, "disk": any(failure["disk"] for failure in failures)}
+
+    def _retire(self, step: int) -> None:
+        self.enter(f"checkpoint {step}: deleting old ones")
+        retired = self._outcome.retired
+        published = self.run_dir / name_of(step)
         failure = _failure_of(
-            lambda: retired.extend(p.name for p in retire.retire(self.run_dir, self.keep, self.keep_every))
+            lambda: retired.extend(old.name for old in retire.retire(published, self.keep, self.keep_every))
         )
         if failure is not None:  # the new one is there all the same
-            tqdm.write(f"recipe: warning: old checkpoints could not be deleted: {failure['text']}")
-        return None, retired
+            _warn(f"old checkpoints could not be deleted: {failure['text']}")
 
     def _complete(self, draft: Path, content: Content, everyone: Sequence[dict[str, Any]]) -> None:
         """Write what is rank 0's, and publish."""
@@ -305,3 +327,8 @@ def _failure_of(work: Callable[[], object]) -> dict[str, Any] | None:
         disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
         return {"text": f"{type(error).__name__} on {os.uname().nodename}: {error}", "disk": disk}
     return None
+
+
+def _warn(text: str) -> None:
+    with suppress(OSError):  # the log may lie on the disk that is full
+        tqdm.write(f"recipe: warning: {text}")

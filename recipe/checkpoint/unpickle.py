@@ -26,7 +26,6 @@ _ALLOWED = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *_DTYPES},
     "pathlib": {"PosixPath", "Path"},
-    "pathlib._local": {"PosixPath", "Path"},  # Python 3.13's name of it
     "collections": {"OrderedDict"},
 }
 
@@ -39,6 +38,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs, and was not opened")

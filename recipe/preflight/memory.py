@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 from recipe import model as models
 from recipe.arguments import ModelArguments, TrainArguments
 from recipe.preflight.disk import checkpoint_bytes
+from recipe.sharding import plugin
 
-_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def copy_problems(
@@ -20,9 +21,13 @@ def copy_problems(
     their gradients are in the same memory."""
     if not train.async_save or train.save_strategy == "no":
         return []
-    share = fresh.num_parameters() * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / world_size
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = fresh.num_parameters() * local / plugin.ranks_that_share(local, world_size)
     copied = share * checkpoint_bytes(model, train)
-    trained = 0 if on_gpu else copied + share * models.torch_dtype(model.param_dtype).itemsize
+    if train.optim == "adamw_8bit":
+        copied += share * 8  # its moments, made dense for the checkpoint, beside their copy
+    in_memory = not on_gpu or plugin.offload_asked()
+    trained = copied + share * models.torch_dtype(model.param_dtype).itemsize if in_memory else 0
     free = available()
     if copied + trained <= free:
         return []
@@ -40,7 +45,7 @@ def available() -> int:
 
 def _left_in_cgroups() -> list[int]:
     left = []
-    for line in _lines(Path("/proc/self/cgroup")):
+    for line in _lines(_MINE):
         number, controllers, path = line.split(":", 2)
         unified = number == "0" and not controllers
         if not unified and "memory" not in controllers.split(","):
@@ -51,10 +56,16 @@ def _left_in_cgroups() -> list[int]:
         for folder in [group, *group.parents]:
             limit, used = ("".join(_lines(folder / name)) for name in names)
             if limit.isdigit() and used.isdigit():
-                left.append(max(0, int(limit) - int(used)))
+                left.append(max(0, int(limit) - int(used) + _cached_files(folder, total="" if unified else "total_")))
             if folder == root:
                 break
     return left
+
+
+def _cached_files(group: Path, total: str) -> int:
+    """Bytes of files that were read or written, which the group is charged for and the kernel gives back."""
+    stat = dict(line.split() for line in _lines(group / "memory.stat"))
+    return sum(int(stat.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
 
 
 def _lines(path: Path) -> list[str]:

@@ -58,7 +58,7 @@ def device_problems(num_gpus: int) -> list[str]:
         problems.append(f"{asked} ranks were started here and there are {num_gpus} GPUs; start a rank for each GPU")
     if not num_gpus and use_cpu == "false":
         problems.append("the accelerate file asks for GPUs and there is none; take one with use_cpu: true")
-    if not num_gpus and _asked("OFFLOAD_PARAMS", "false") == "true":
+    if not num_gpus and offload_asked():
         problems.append(
             "fsdp_offload_params is true and there is no GPU: parameters are in host memory already; set it to false"
         )
@@ -74,6 +74,17 @@ def idle_gpus(num_gpus: int) -> list[str]:
 def activation_checkpointing_asked() -> bool:
     """Whether the accelerate file turns on FSDP's own activation checkpointing."""
     return _asked("ACTIVATION_CHECKPOINTING", "false") == "true"
+
+
+def offload_asked() -> bool:
+    """Whether parameters, gradients and moments rest in host memory."""
+    return _asked("OFFLOAD_PARAMS", "false") == "true"
+
+
+def ranks_that_share(local: int, world_size: int) -> int:
+    """Among how many ranks each parameter is split, with `local` ranks on a node."""
+    strategy = _asked("SHARDING_STRATEGY")
+    return 1 if strategy == "NO_SHARD" else local if "HYBRID" in strategy else world_size
 
 
 def _asked(key: str, default: str = "") -> str:

@@ -50,6 +50,14 @@ def shard(accelerator: Accelerator, model: nn.Module, loader: StreamingLoader) -
     return model
 
 
+def reshard(model: nn.Module) -> None:
+    """Give up whole parameters that a forward pass without a backward left behind: FSDP2 keeps those of the last unit
+    (final norm and head), or of all under SHARD_GRAD_OP, in the compute dtype and in the place of the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _fill(model: nn.Module, loader: StreamingLoader, device: torch.device, resting: torch.device) -> None:
     """Give every meta shard of an FSDP2 model its memory and values, one whole tensor at a time.
 

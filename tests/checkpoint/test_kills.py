@@ -1,6 +1,7 @@
 """Ranks are killed at random moments of loading, saving, publishing and deleting: nothing that was saved is lost."""
 
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def test_killed_a_hundred_times_it_goes_on_where_it_was(tmp_path: Path) -> None:
         world_size = draw.choice([1, 2, 2, 2, 3])
         victims = draw.choice([[draw.randrange(world_size)], list(range(world_size))])
         with started(run_dir, world_size, 1_000_000, log, in_background=draw.random() < 0.8) as ranks:
-            ranks.join(draw.uniform(0.05, 1.2))
+            ranks.join(draw.uniform(0.05, draw.choice([0.4, 1.2])))
             assert [p.exitcode for p in ranks.processes] == [None] * world_size, f"start {number} ended by itself"
             ranks.kill(*victims)
             hit[ranks.phase(victims[0])] += 1
@@ -37,9 +38,8 @@ def test_killed_a_hundred_times_it_goes_on_where_it_was(tmp_path: Path) -> None:
             assert not [problem for _, problem in verify(newest, fast=False, processes=1) if problem]
     print(f"killed {KILLS} times, while: {dict(hit)}; checkpoint-{reached} is whole")
     assert reached > 20
-    phases = " ".join(hit)
-    for phase in ("loading", "writing", "publishing", "deleting"):
-        assert phase in phases, f"no kill met a run in '{phase}': {hit}"
+    for phases in ("looking|reading|loading", "writing", "publishing", "deleting"):
+        assert any(re.search(phases, phase) for phase in hit), f"no kill met a run that was {phases}: {hit}"
     with started(run_dir, 2, 4, log) as ranks:
         assert ranks.join(60) == [0, 0]
     assert not list(run_dir.glob("*.tmp")), "what the kills left was cleaned up"

@@ -44,7 +44,7 @@ def test_what_is_published_describes_itself(tmp_path):
 def test_until_it_is_published_no_folder_has_its_name_or_a_manifest(tmp_path):
     """S11."""
     draft = write(tmp_path)
-    assert names(tmp_path) == [f"{NAME}.tmp"] and FILE not in names(draft)
+    assert names(tmp_path) == [draft.name] and FILE not in names(draft)
     assert candidates(tmp_path) == []
 
 
@@ -53,7 +53,7 @@ def test_a_manifest_that_cannot_be_written_publishes_nothing(tmp_path):
     (draft / FILE).mkdir()
     with pytest.raises(OSError):
         publish.publish(draft, Manifest(4, 32, 1, {}))
-    assert names(tmp_path) == [f"{NAME}.tmp"]
+    assert names(tmp_path) == [draft.name]
 
 
 def test_a_draft_that_was_begun_does_not_touch_the_checkpoint_that_is_there(tmp_path):
@@ -72,11 +72,11 @@ def test_a_broken_folder_of_the_same_step_is_replaced_whole(tmp_path):
     assert names(tmp_path) == [NAME]
 
 
-def test_the_draft_of_an_interrupted_save_is_not_written_into(tmp_path):
-    draft = tmp_path / f"{NAME}.tmp"
-    draft.mkdir()
-    (draft / "left over").write_text("")
-    assert not (published(tmp_path) / "left over").exists()
+def test_every_draft_has_a_name_of_its_own(tmp_path):
+    """A rank that was cut off and comes back writes into no later one."""
+    drafts = {publish.begin(tmp_path, 4).name for _ in range(3)}
+    assert len(drafts) == 3 and candidates(tmp_path) == []
+    assert len(publish.clean_leftovers(tmp_path)) == 3 and names(tmp_path) == []
 
 
 class PowerCut(BaseException):
@@ -106,6 +106,7 @@ def test_leftovers_are_removed_and_named_and_checkpoints_stay(tmp_path):
     for name in ("checkpoint-6.tmp", "checkpoint-5.tmp", "checkpoint-2.old.tmp", "export.tmp"):
         shutil.copytree(folder, tmp_path / name)
     assert newest_complete(tmp_path) == (folder, []), "a draft is no candidate"
-    assert publish.clean_leftovers(tmp_path) == ["checkpoint-2.old.tmp", "checkpoint-5.tmp", "checkpoint-6.tmp"]
+    left = ("checkpoint-2.old.tmp", "checkpoint-5.tmp", "checkpoint-6.tmp")
+    assert publish.clean_leftovers(tmp_path) == [f"removed {name}, left by an interrupted save" for name in left]
     assert names(tmp_path) == [NAME, "export.tmp"]
     assert publish.clean_leftovers(tmp_path) == publish.clean_leftovers(tmp_path / "no folder") == []
