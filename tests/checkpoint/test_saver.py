@@ -272,3 +272,26 @@ def test_a_save_that_fails_twice_raises_on_every_rank(trouble: str, kind: str, t
             message.startswith("checkpoint-2 could not be written, twice: ") and "earlier ones are unharmed" in message
         )
         assert said["left"] == ["checkpoint-1"] and said["whole"] == {1} and said["next"] == {3}
+
+
+class Broken(Rendezvous):
+    """A store that answers no more once something was written."""
+
+    def to_main(self, name: str, value: Any) -> list[Any] | None:
+        raise dist.DistNetworkError("connection reset")
+
+
+def save_without_a_store(run_dir: Path) -> tuple[str, str, list[str]]:
+    run = Run(run_dir, in_background=True)
+    run.saver.rendezvous = Broken()
+    run.save(1)
+    try:
+        run.finish()
+    except RuntimeError as error:
+        return type(error).__name__, str(error), candidates(run_dir)
+    raise AssertionError("it was taken for a success")
+
+
+def test_a_thread_that_breaks_off_has_not_saved(tmp_path: Path) -> None:
+    ((kind, text, found),) = run_ranks(save_without_a_store, tmp_path, world_size=1)
+    assert kind == "RuntimeError" and "connection reset" in text and found == []
