@@ -4,7 +4,6 @@ half-written."""
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -86,7 +85,7 @@ def test_optimizer_state_missing_is_an_error(launch: Launcher, tmp_path: Path) -
     folder = tmp_path / "run/checkpoint-2"
     shutil.rmtree(folder / "optimizer_0")
     run = launch(tmp_path / "run", resume_from_checkpoint=folder)
-    assert run.code != 0 and "is not a complete checkpoint" in run.log and "optimizer_0" in run.log
+    assert run.code != 0 and "is not a whole checkpoint" in run.log and "optimizer_0" in run.log
 
 
 def test_resume_passes_over_broken_checkpoints(launch: Launcher, tmp_path: Path) -> None:
@@ -101,26 +100,6 @@ def test_resume_passes_over_broken_checkpoints(launch: Launcher, tmp_path: Path)
     assert "passed over checkpoint-2: it has no manifest.json" in run.log
     assert "checkpoint-1: step 1" in run.log and "removed checkpoint-9.tmp" in run.log
     assert run.column("step") == [1, 2, 3, 4]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_full_disk(launch: Launcher, tmp_path: Path) -> None:
-    """The estimate is fooled by a disk that fills up after the start: the save fails on all ranks and leaves
-    nothing."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs here: {mounted.stderr.strip()}")
-    try:
-        (disk / "ballast").write_bytes(b"0" * 300_000)
-        run = launch(disk / "run", max_steps=2, export=False)
-        assert run.code != 0 and "the disk is full" in run.log and "No space left on device" in run.log
-        assert not list((disk / "run").glob("checkpoint-*"))
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_loss_that_is_not_finite_stops_before_the_optimizer(launch: Launcher, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def reference(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dic
     rest = [p for n, p in net.named_parameters() if "norm" in n]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    stream = list(SampleStream(len(rows), STEPS * 8, seed=42))
+    stream = list(SampleStream(len(rows), seed=42, global_batch_size=8, max_steps=STEPS))
     seen: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for step in range(STEPS):
         warmup, rate = 2, 1e-3
