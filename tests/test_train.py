@@ -73,6 +73,7 @@ def test_checkpoint_has_everything(runs: dict) -> None:
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
     assert not any(name.endswith((".bin", ".safetensors", ".pt", ".pth", ".pkl")) for name in names)
     manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["details"]["sharding"]["wrap"] == "LlamaDecoderLayer"
     assert manifest["step"] == 12 and manifest["world_size"] == 2 and manifest["run"]["global_batch_size"] == 8
     assert set(manifest["files"]) == names - {"manifest.json"}
 

@@ -23,6 +23,7 @@ class Sharding:
 
     version: int
     strategy: str
+    wrap: str
     units: int
     parameters: int
     trainable: int
@@ -66,6 +67,7 @@ def inspect_sharding(accelerator: Accelerator, model: nn.Module, num_layers: int
     return Sharding(
         version=plugin.fsdp_version,
         strategy=getattr(strategy, "name", str(strategy)),
+        wrap=", ".join(plugin.transformer_cls_names_to_wrap or ["by size"]),
         units=units,
         parameters=num_parameters,
         trainable=num_parameters,
