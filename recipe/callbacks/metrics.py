@@ -21,13 +21,13 @@ class MetricsFile(TrainerCallback):
         self._waiting: list[str] = []  # lines that could not be written yet
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Drop the lines of steps that a crash undid."""
+        """Drop the lines of steps that a crash undid, and end a last line that lacks its end."""
         if state.is_world_process_zero and self.path.exists():
-            lines = self.path.read_text().splitlines()
-            kept = [line for line in lines if _step(line) <= state.global_step]
-            if kept != lines:
+            was = self.path.read_text()
+            kept = "".join(f"{line}\n" for line in was.splitlines() if _step(line) <= state.global_step)
+            if kept != was:
                 draft = self.path.with_suffix(".tmp")
-                draft.write_text("".join(f"{line}\n" for line in kept))
+                draft.write_text(kept)
                 draft.replace(self.path)
 
     def on_log(
