@@ -29,18 +29,80 @@ class DataArguments(ScriptArguments):
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "A local .jsonl/.json/.parquet/.csv file, a folder written by `datasets.save_to_disk`, or a hub id."
+            "help": "A .jsonl, .json, .csv (also .gz, .zst) or .parquet file, a glob of them, a folder written by "
+            "`datasets.save_to_disk`, or a hub id. For several sources see `datasets`."
         },
+    )
+    dataset_revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of a hub data set; every checkpoint says which it was."}
     )
     dataset_test_split: str | None = field(
         default=None, metadata={"help": "Split of the same data set to evaluate on. Unset: see eval_samples."}
     )
+    datasets: list[dict] | None = field(
+        default=None,
+        metadata={
+            "help": "Several sources: a list of paths, or of mappings with path, name (hub configuration), split, "
+            "revision, text_field, and weight (share of an epoch's rows) or samples (rows in an epoch)."
+        },
+    )
+    data: list[str] | None = field(
+        default=None, metadata={"help": "Files, globs, folders or hub ids in the place of the configured sources."}
+    )
+    eval_datasets: list[dict] | None = field(
+        default=None, metadata={"help": "Sources to evaluate on, written as `datasets`, without weight and samples."}
+    )
     eval_samples: int = field(
         default=0,
-        metadata={"help": "Rows held out of the training split for evaluation, chosen by `seed`. 0: no evaluation."},
+        metadata={"help": "Rows held out of the training sources for evaluation, drawn by `seed`. 0: none."},
     )
     data_cache_dir: str = field(
         default="runs/.data", metadata={"help": "Folder of prepared data sets, shared by runs and by all nodes."}
+    )
+    max_bad_rows: int = field(
+        default=0,
+        metadata={"help": "Rows that may be left out because they cannot be trained on. More: stop, and list them."},
+    )
+    truncation: str = field(
+        default="drop",
+        metadata={
+            "help": "Rows longer than max_length: 'drop' leaves them out, 'right' cuts their end off (and the end "
+            "token with it), 'split' makes several rows of one.",
+            "choices": ["drop", "right", "split"],
+        },
+    )
+    max_long_rows: float = field(
+        default=0.05, metadata={"help": "Share (0 to 1) of a source's rows that truncation: drop may leave out."}
+    )
+    leading_assistant: str = field(
+        default="error",
+        metadata={
+            "help": "A chat begins with the assistant: 'error' (a bad row), 'drop' (leave the row out), 'trim' (leave "
+            "that turn out), 'keep'.",
+            "choices": ["error", "drop", "trim", "keep"],
+        },
+    )
+    repeated_roles: str = field(
+        default="error",
+        metadata={
+            "help": "Two turns in a row by the user, or by the assistant: 'error', 'drop' (the row), 'merge' (to one "
+            "turn, with an empty line between), 'keep'.",
+            "choices": ["error", "drop", "merge", "keep"],
+        },
+    )
+    tool_turns: str = field(
+        default="keep",
+        metadata={
+            "help": "A chat with tools: 'keep' (the chat template has to show them), 'drop' (the row), 'error'.",
+            "choices": ["keep", "drop", "error"],
+        },
+    )
+    empty_content: str = field(
+        default="error",
+        metadata={
+            "help": "A chat with a message without text: 'error', 'drop' (the row), 'keep'.",
+            "choices": ["error", "drop", "keep"],
+        },
     )
 
 
@@ -204,7 +266,10 @@ class _Parser(TrlParser):
         raise UserError(message)
 
     def parse(self, argv: Sequence[str]) -> Arguments:
-        argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+        argv = [
+            part for arg in argv for part in (arg.split("=", 1) if arg.startswith(("--config=", "--data=")) else [arg])
+        ]
+        argv = _gathered(argv, "--data")
         config: dict[Any, Any] = {}
         path = ""
         if "--config" in argv:
@@ -253,6 +318,23 @@ class _Parser(TrlParser):
         except argparse.ArgumentError as error:
             return [f"{key} in {path}: {error.message}"]
         return []
+
+
+def _gathered(argv: Sequence[str], flag: str) -> list[str]:
+    """`argv` with what several `flag`s name behind one, as argparse wants a list."""
+    values: list[str] = []
+    others: list[str] = []
+    at = 0
+    while at < len(argv):
+        if argv[at] != flag:
+            others.append(argv[at])
+            at += 1
+            continue
+        at += 1
+        while at < len(argv) and not argv[at].startswith("--"):
+            values.append(argv[at])
+            at += 1
+    return [*others, flag, *values] if values or flag in argv else others
 
 
 def _as_text(value: Any) -> Any:

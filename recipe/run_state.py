@@ -30,6 +30,7 @@ class RunState:
         model: sharded.
         sharding: what FSDP made of it.
         run: fingerprint of the run.
+        origin: where its data come from.
         on_tensor: called with what is being loaded, tensor by tensor.
     """
 
@@ -39,9 +40,11 @@ class RunState:
         model: nn.Module,
         sharding: claims.Sharding,
         run: dict[str, Any],
+        origin: list[dict[str, Any]],
         on_tensor: Callable[[str], object],
     ):
         self.found, self.model, self.sharding, self.run, self.on_tensor = found, model, sharding, run, on_tensor
+        self.origin = origin
         self.code = code_version()  # now: somebody may change the checkout under the run
 
     @cached_property
@@ -66,6 +69,7 @@ class RunState:
         details = {
             "tokens_seen": progress.num_input_tokens_seen,
             "epoch": progress.epoch,
+            "data": self.origin,
             "sharding": vars(self.sharding),
             "vocabulary": {"vocab_size": self.found.config.vocab_size, "tokens": len(self.found.tokenizer)},
             "versions": versions(),

@@ -53,8 +53,8 @@ class SampleStream(Sampler[int]):
         at, end = self.samples_seen, self.samples_at(self.max_steps)
         while at < end:
             epoch, done = divmod(at, self.num_rows)
-            rows = permutation(self.num_rows, self.seed, epoch)[done : done + end - at].tolist()
-            yield from rows
+            rows = permutation(self.num_rows, self.seed, epoch)[done : done + end - at]
+            yield from (int(row) for row in rows)  # as they come: a list of millions costs each rank 40 bytes a row
             at += len(rows)
 
 

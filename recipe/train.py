@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from recipe import noise, preflight, ranks, run_folder  # noqa: F401 - noise first, for what importing it does
-from recipe.arguments import Arguments, TrainArguments, parse_arguments
+from recipe.arguments import Arguments, DataArguments, TrainArguments, parse_arguments
 from recipe.callbacks.dtypes import DtypeCheck
 from recipe.callbacks.folder import KeepFolder
 from recipe.callbacks.meter import MeterCallback, StepMeter
@@ -30,7 +31,7 @@ from recipe.callbacks.steps import StepRules
 from recipe.callbacks.stopping import StopOnRequest
 from recipe.checkpoint.manifest import Manifest
 from recipe.checkpoint.saver import Saver
-from recipe.data import PreparedData, prepare
+from recipe.data import PreparedData, load, prepare
 from recipe.errors import REPORTED, UserError, raise_if, record
 from recipe.model import meta_model, torch_dtype
 from recipe.plan import flops
@@ -61,7 +62,7 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
     train_args.activate(world_size, on_gpu)
     open_cpu_door()
     watchdog.at("measuring the network")
-    lines += [*network.measure(train_args.device), *data.report.lines()]
+    lines += [*network.measure(train_args.device), *data.lines()]
     resume_from, stream = open_run_folder(train_args, run, resolved, lines, len(data.train), watchdog)
     meter = make_meter(found, train_args, world_size)
     run_dir = Path(train_args.output_dir)
@@ -83,6 +84,7 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
         found=found,
         plugin=build_plugin(found.compute_dtype, torch_dtype(model_args.reduce_dtype)),
         run=run,
+        origin=data.origin(),
         meter=meter,
         stop=stop,
         watchdog=watchdog,
@@ -123,13 +125,34 @@ def prepare_data(
     wait for the one that builds; no process group is there yet to time out."""
     data_args, _, train_args = arguments
     watchdog.at("preparing the data", patient=True)
-    with rendezvous.all_or_none("data"):
-        data = prepare(data_args, train_args, found.tokenizer)
-        raise_if(rows(train_args, len(data.train)))
+    data = data_on_every_rank(data_args, train_args, found.tokenizer, rendezvous)
     train_args.settle(num_rows=len(data.train), bf16=found.compute_dtype != found.master_dtype)
     run = run_folder.fingerprint(arguments, data.fingerprint, found.folder, found.tokenizer)
     preflight.same_run(rendezvous, run)
     return data, run
+
+
+def data_on_every_rank(
+    data_args: DataArguments, train_args: TrainArguments, tokenizer: PreTrainedTokenizerBase, rendezvous: Rendezvous
+) -> PreparedData:
+    """Rank 0 prepares the data, or finds them prepared; then the first rank of each node that does not see its folder;
+    the others map what is there by then. What is wrong with the data is found once, and said by every rank."""
+    data = None
+    with rendezvous.all_or_none("data"):
+        if rendezvous.rank == 0:
+            data = prepare(data_args, train_args, tokenizer)
+            raise_if(rows(train_args, len(data.train)))
+    name = rendezvous.from_main("data's name", data.fingerprint if data else None)
+    with rendezvous.all_or_none("data on every node"):
+        if data is None and os.environ.get("LOCAL_RANK", "0") == "0":
+            data = load(data_args, train_args, tokenizer, name) or prepare(data_args, train_args, tokenizer)
+    with rendezvous.all_or_none("data on every rank"):
+        data = data or load(data_args, train_args, tokenizer, name)
+        if data is None:
+            raise UserError(
+                f"data_cache_dir '{data_args.data_cache_dir}' is not the same folder for all ranks of a node"
+            )
+    return data
 
 
 def open_run_folder(

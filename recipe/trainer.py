@@ -46,6 +46,7 @@ class RecipeTrainer(SFTTrainer):
         found: the model's parts, as the checks found them.
         plugin: Accelerate's FSDP plugin (`recipe.sharding.plugin.build_plugin`).
         run: fingerprint of the run, written into every checkpoint.
+        origin: where its data come from, likewise.
         meter: measures the steps.
         stop: what asks the run to stop.
         watchdog: hears of every piece of work done.
@@ -61,6 +62,7 @@ class RecipeTrainer(SFTTrainer):
         found: Found,
         plugin: FullyShardedDataParallelPlugin,
         run: dict[str, Any],
+        origin: list[dict[str, Any]],
         meter: StepMeter,
         stop: StopRequest,
         watchdog: Watchdog,
@@ -68,7 +70,7 @@ class RecipeTrainer(SFTTrainer):
         saver: Saver,
         **kwargs: Any,
     ):
-        self.found, self.plugin, self.run, self.meter = found, plugin, run, meter
+        self.found, self.plugin, self.run, self.origin, self.meter = found, plugin, run, origin, meter
         self.stop, self.watchdog, self.stream, self.saver = stop, watchdog, stream, saver
         self._micro_batch = 0  # of the step that runs, on this rank
         self.save_failed = False  # the last save
@@ -100,7 +102,7 @@ class RecipeTrainer(SFTTrainer):
         layers, parameters = self.model.config.num_hidden_layers, self.model.num_parameters()
         self.model = self.model_wrapped = wrap.shard(self.accelerator, self.model, loader)
         sharding = claims.inspect_sharding(self.accelerator, self.model, layers, parameters)
-        self.run_state = RunState(self.found, self.model, sharding, self.run, self.watchdog.at)
+        self.run_state = RunState(self.found, self.model, sharding, self.run, self.origin, self.watchdog.at)
         args, world_size = self.args, self.accelerator.num_processes
         lines = [
             *sharding.lines(),

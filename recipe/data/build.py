@@ -1,36 +1,175 @@
-"""One prepared data set, from its sources to a cache folder: normalized, tokenized, fitted, packed and counted."""
+"""One prepared data set, from its sources to a cache folder: read, encoded and fitted in parallel, mixed, packed.
 
-from dataclasses import dataclass
-from functools import partial
+The result depends on the content and the settings alone: neither on the number of processes nor on the machine.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Features, List, Value
-from transformers import PreTrainedTokenizerBase
+import xxhash
+from tqdm.auto import tqdm
 
 from recipe.arguments import DataArguments, TrainArguments
-from recipe.data.messages import Kind, RowFormat, normalize
+from recipe.data import mixture
+from recipe.data.formats import Example, Format, Reading
+from recipe.data.inputs import Input
 from recipe.data.packing import pack
-from recipe.data.report import NO_LABEL, Report, SplitReport
+from recipe.data.report import Lengths, Reason, Report, SourceReport, SplitReport
+from recipe.data.rows import BadRow, Chunk, Dropped
 from recipe.data.sources import Source
-from recipe.data.tokenization import fit, tokenize
+from recipe.data.tokenization import Encoder, fit
+from recipe.data.workers import in_order, num_workers
 from recipe.errors import UserError, raise_if
 
-TOKENS = {"row": Value("int64"), "input_ids": List(Value("int32")), "labels": List(Value("int32"))}
+SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))])
+NUM_LISTED = 10  # bad rows shown
+HOPELESS = 1000  # bad rows without a single good one, after which reading on would say nothing new
+BYTES_A_ROW = 1000  # of a source whose size is in rows, for the number of processes
 
 
-def hold_out(dataset: datasets.Dataset, num_rows: int, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Split `num_rows` rows off, drawn by `seed`; both parts keep the order of the rows.
+@dataclass
+class Batch:
+    """What a worker makes of a chunk. A row becomes one piece, or several (`truncation: split`).
 
-    Raises:
-        UserError: nothing would be left to train on.
+    Attributes:
+        ids, labels: of all pieces, [tokens].
+        piece_lengths, piece_trained: tokens, and labels that reach the loss, [pieces].
+        row_pieces, row_hashes, row_truncated: pieces, digest of all tokens, whether it was too long, [kept rows].
+        lengths: tokens of every row that could be encoded, kept or not.
+        left_out: (reason, detail, place, whether it is a bad row) of each row that is not kept.
     """
-    if num_rows >= len(dataset):
-        raise UserError(f"eval_samples {num_rows:,} leaves nothing of {len(dataset):,} rows to train on; set it lower")
-    drawn = np.random.default_rng(seed).permutation(len(dataset))
-    return dataset.select(np.sort(drawn[num_rows:])), dataset.select(np.sort(drawn[:num_rows]))
+
+    size: int
+    rows_read: int
+    ids: np.ndarray
+    labels: np.ndarray
+    piece_lengths: np.ndarray
+    piece_trained: np.ndarray
+    row_pieces: np.ndarray
+    row_hashes: np.ndarray
+    row_truncated: np.ndarray
+    lengths: np.ndarray
+    left_out: list[tuple[str, str, str, bool]]
+
+
+@dataclass(frozen=True)
+class RowWork:
+    """Chunk in, `Batch` out; runs in a worker."""
+
+    encoder: Encoder
+    format: Format
+    reading: Reading
+    max_length: int
+    truncation: str
+
+    def __call__(self, chunk: Chunk) -> Batch:
+        examples: list[Example] = []
+        numbers: list[int] = []
+        left_out: list[tuple[str, str, str, bool]] = []
+        rows_read = 0
+        for row in chunk.rows():
+            rows_read += 1
+            try:
+                if row.problem is not None:
+                    raise row.problem
+                examples.append(self.format.parse(row.fields, self.reading))
+                numbers.append(row.number)
+            except BadRow as error:
+                left_out.append((error.reason, error.detail, chunk.place(row.number), True))
+            except Dropped as error:
+                left_out.append((error.reason, "", chunk.place(row.number), False))
+        pieces, row_pieces, hashes, truncated, lengths = [], [], [], [], []
+        for number, encoded in zip(numbers, self.encoder.encode(examples), strict=True):
+            if isinstance(encoded, BadRow):
+                left_out.append((encoded.reason, encoded.detail, chunk.place(number), True))
+                continue
+            lengths.append(len(encoded.ids))
+            kept, why = fit(encoded, self.max_length, self.truncation)
+            if why is not None:
+                left_out.append((why, "", chunk.place(number), False))
+                continue
+            pieces += kept
+            row_pieces.append(len(kept))
+            hashes.append(xxhash.xxh3_64_intdigest(encoded.ids.data))
+            truncated.append(len(encoded.ids) > self.max_length)
+        empty = [np.zeros(0, np.int32)]
+        return Batch(
+            chunk.size,
+            rows_read,
+            np.concatenate([piece.ids for piece in pieces] or empty),
+            np.concatenate([piece.labels for piece in pieces] or empty),
+            np.array([len(piece.ids) for piece in pieces], np.int32),
+            np.array([piece.num_trained for piece in pieces], np.int32),
+            np.array(row_pieces, np.int32),
+            np.array(hashes, np.uint64),
+            np.array(truncated, bool),
+            np.array(lengths, np.int32),
+            left_out,
+        )
+
+
+@dataclass
+class LeftOut:
+    """Rows of one source that are not kept: counted by reason, with the first place of each."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+    shown: list[str] = field(default_factory=list)
+
+    def add(self, reason: str, detail: str, place: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.first.setdefault(reason, place)
+        # A rule that all rows break is to leave room for the others.
+        if self.counts[reason] <= NUM_LISTED // 3 or (len(self.counts) == 1 and len(self.shown) < NUM_LISTED):
+            self.shown.append(f"{place}: {reason}{': ' if detail else ''}{detail}")
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def reasons(self) -> list[Reason]:
+        return [Reason(reason, count, self.first[reason]) for reason, count in self.counts.items()]
+
+
+@dataclass(eq=False)
+class Stage:
+    """One source, encoded: its pieces in an Arrow file, and what is known of them, as in `Batch`."""
+
+    source: Source
+    format: Format
+    pieces: datasets.Dataset
+    piece_lengths: np.ndarray
+    piece_trained: np.ndarray
+    row_pieces: np.ndarray
+    row_hashes: np.ndarray
+    row_truncated: np.ndarray
+    lengths: np.ndarray
+    rows_read: int
+    bad: LeftOut
+    dropped: LeftOut
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_pieces)
+
+    def report(self, rows_used: int) -> SourceReport:
+        return SourceReport(
+            name=self.source.name,
+            format=self.format.name,
+            identity=self.source.identity,
+            revision=self.source.revision,
+            rows_read=self.rows_read,
+            rows_kept=self.num_rows,
+            rows_used=rows_used,
+            dropped=self.dropped.reasons(),
+            bad=self.bad.reasons(),
+            lengths=Lengths.of(self.lengths) if len(self.lengths) else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -39,115 +178,194 @@ class Builder:
 
     data_args: DataArguments
     train_args: TrainArguments
-    tokenizer: PreTrainedTokenizerBase
-    kind: Kind
-    template: str | None
+    encoder: Encoder
 
-    def build(self, train: Source, test: Source | None, scratch: Path, result: Path) -> None:
+    def build(self, train: list[Input], test: list[Input], scratch: Path, result: Path) -> None:
         args = self.train_args
         assert args.max_length is not None, "check() refuses a run without max_length"
-        rows = self._normalize({"train": train} | ({"eval": test} if test else {}), scratch)
+        stages = [self._encode(one, scratch / f"{at}.arrow") for at, one in enumerate([*train, *test])]
+        check_bad(
+            [stage.bad for stage in stages], sum(stage.rows_read for stage in stages), self.data_args.max_bad_rows
+        )
+        trained, tested = stages[: len(train)], stages[len(train) :]
+        available, held_out = self._hold_out(trained)
+        counts = mixture.counts([stage.source.spec for stage in trained], [len(rows) for rows in available])
+        chosen = [mixture.choose(rows, count, args.seed) for rows, count in zip(available, counts, strict=True)]
         if self.data_args.eval_samples:
-            rows["train"], rows["eval"] = hold_out(rows["train"], self.data_args.eval_samples, args.seed)
-        eval_packing = args.packing if args.eval_packing is None else args.eval_packing
-        reports = {}
-        for name, packing in (("train", args.packing), ("eval", eval_packing)):
-            if name in rows:
-                unit = (test if name == "eval" and test else train).unit
-                dataset, reports[name] = self._build_split(name, rows[name], unit, args.max_length, packing)
-                dataset.save_to_disk(result / name)
-        Report(self.kind, args.max_length, reports["train"], reports.get("eval")).save(result / "report.json")
+            tested = trained
+        else:
+            held_out = [np.arange(stage.num_rows) for stage in tested]
+        used = [0] * len(stages)
+        for stage, rows in [*zip(trained, chosen, strict=True), *zip(tested, held_out, strict=True)]:
+            used[stages.index(stage)] += len(rows)
+        split = Split(trained, chosen, args.max_length, args.packing, args.seed if args.shuffle_dataset else None)
+        train_report = split.save(result / "train")
+        eval_report, leaked = None, 0
+        if tested:
+            packing = args.packing if args.eval_packing is None else args.eval_packing
+            evaluated = Split(tested, held_out, args.max_length, packing, None)
+            eval_report = evaluated.save(result / "eval")
+            leaked = int(np.isin(evaluated.hashes(), split.hashes()).sum())
+        sources = [stage.report(number) for stage, number in zip(stages, used, strict=True)]
+        report = Report(args.max_length, self.data_args.truncation, sources, train_report, eval_report, leaked)
+        report.save(result / "report.json")
 
-    def _normalize(self, sources: dict[str, Source], scratch: Path) -> dict[str, datasets.Dataset]:
-        row_format = RowFormat(
-            self.kind,
-            self.train_args.dataset_text_field,
-            self.tokenizer.eos_token,
-            tuple(t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special),
-        )
-        rows, problems = {}, []
-        for name, source in sources.items():
-            try:
-                rows[name] = normalize(source, row_format, scratch / f"{name}.arrow")
-            except UserError as error:
-                problems += error.problems
-        raise_if(problems)
-        return rows
+    def _hold_out(self, stages: list[Stage]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Rows of each source to train on, and `eval_samples` rows of all of them together, drawn by `seed`."""
+        wanted, total = self.data_args.eval_samples, sum(stage.num_rows for stage in stages)
+        if wanted >= max(total, 1):
+            raise UserError(f"eval_samples {wanted:,} leaves nothing of {total:,} rows to train on; set it lower")
+        out = np.zeros(total, bool)
+        out[np.random.default_rng(self.train_args.seed).permutation(total)[:wanted]] = True
+        parts = np.split(out, np.cumsum([stage.num_rows for stage in stages])[:-1])
+        return [np.flatnonzero(~part) for part in parts], [np.flatnonzero(part) for part in parts]
 
-    def _build_split(
-        self, name: str, rows: datasets.Dataset, unit: str, max_length: int, packing: bool
-    ) -> tuple[datasets.Dataset, SplitReport]:
-        args = self.train_args
-        map_batches = partial(
-            datasets.Dataset.map,
-            batched=True,
-            num_proc=args.dataset_num_proc,
-            load_from_cache_file=False,
-            remove_columns=[*rows.column_names],
+    def _encode(self, one: Input, path: Path) -> Stage:
+        args, source = self.train_args, one.source
+        assert args.max_length is not None, "check() refuses a run without max_length"
+        work = RowWork(self.encoder, one.format, one.reading, args.max_length, self.data_args.truncation)
+        processes = num_workers(args.dataset_num_proc, source.size * (BYTES_A_ROW if source.unit == "row" else 1))
+        bad, dropped, batches = LeftOut(), LeftOut(), []
+        rows_read = num_kept = 0
+        bar = tqdm(
+            total=source.size,
+            unit=source.unit,
+            unit_scale=source.unit == "B",
+            desc=f"Preparing {source.name}",
+            leave=False,
+            disable=None,  # where nobody looks at a terminal
         )
-        tokenized = map_batches(
-            rows,
-            tokenize,
-            fn_kwargs={
-                "tokenizer": self.tokenizer,
-                "template": self.template,
-                "assistant_only_loss": args.assistant_only_loss,
-                "unit": unit,
-            },
-            features=Features(TOKENS),
-            desc=f"Tokenizing {name}",
+        with bar, pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+            for batch in in_order(work, source.chunks(), processes):
+                bar.update(batch.size)
+                rows_read += batch.rows_read
+                num_kept += len(batch.row_pieces)
+                for reason, detail, place, is_bad in batch.left_out:
+                    (bad if is_bad else dropped).add(reason, detail, place)
+                if bad.total > max(HOPELESS, self.data_args.max_bad_rows) and not num_kept:
+                    check_bad([bad], rows_read, self.data_args.max_bad_rows)
+                _write(writer, batch)
+                batch.ids = batch.labels = np.zeros(0, np.int32)  # they are on the disk now
+                batches.append(batch)
+        if not rows_read:
+            raise UserError(f"{source.spec.key} '{source.spec.path}': the data set is empty")
+
+        def joined(name: str, dtype: type) -> np.ndarray:
+            return np.concatenate([np.zeros(0, dtype), *(getattr(batch, name) for batch in batches)])
+
+        stage = Stage(
+            source,
+            one.format,
+            datasets.Dataset.from_file(str(path)),
+            joined("piece_lengths", np.int32),
+            joined("piece_trained", np.int32),
+            joined("row_pieces", np.int32),
+            joined("row_hashes", np.uint64),
+            joined("row_truncated", bool),
+            joined("lengths", np.int32),
+            rows_read,
+            bad,
+            dropped,
         )
-        split = packing and args.packing_strategy == "bfd_split"
-        fitted = map_batches(
-            tokenized,
-            fit,
-            fn_kwargs={"max_length": max_length, "split": split},
-            features=Features(TOKENS | {"num_trained": Value("int32")}),
-            remove_columns=[*TOKENS],
-            desc=f"Fitting {name} to max_length",
+        if bad.total <= self.data_args.max_bad_rows:
+            raise_if(stage.report(0).length_problems(self.data_args.max_long_rows, args.max_length))
+        return stage
+
+
+def _write(writer: pa.RecordBatchStreamWriter, batch: Batch) -> None:
+    offsets = np.concatenate([[0], np.cumsum(batch.piece_lengths)]).astype(np.int32)
+    columns = [pa.ListArray.from_arrays(offsets, values) for values in (batch.ids, batch.labels)]
+    writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+
+
+def check_bad(found: Iterable[LeftOut], rows_read: int, max_bad_rows: int) -> None:
+    """Raise `UserError` with the bad rows if there are more than `max_bad_rows`."""
+    found = list(found)
+    total = sum(bad.total for bad in found)
+    if total <= max_bad_rows:
+        return
+    shown = [line for bad in found for line in bad.shown][:NUM_LISTED]
+    counts: dict[str, int] = {}
+    for bad in found:
+        for reason, count in bad.counts.items():
+            counts[reason] = counts.get(reason, 0) + count
+    reasons = "; ".join(f"{count:,} x {reason}" for reason, count in counts.items())
+    more = "" if total == len(shown) else f" ({reasons})"
+    raise UserError(
+        f"{total:,} of {rows_read:,} rows are bad, and max_bad_rows is {max_bad_rows}; mend them, or set max_bad_rows "
+        f"to leave them out{more}:\n" + "\n".join(f"     {line}" for line in shown)
+    )
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of some stages (repeated where the mixture says so), on their way to one data set."""
+
+    stages: list[Stage]
+    rows: list[np.ndarray]
+    max_length: int
+    packing: bool
+    shuffle_seed: int | None
+
+    def hashes(self) -> np.ndarray:
+        return np.concatenate([stage.row_hashes[np.unique(rows)] for stage, rows in self._parts()])
+
+    def save(self, folder: Path) -> SplitReport:
+        """Write the data set, packed if it is to be."""
+        order = mixture.interleave([len(rows) for rows in self.rows])
+        if self.shuffle_seed is not None:
+            order = np.random.default_rng(self.shuffle_seed).permutation(order)
+        firsts = np.cumsum([0, *(len(stage.pieces) for stage in self.stages)])
+        starts = np.concatenate(
+            [
+                first + _first_pieces(stage)[rows]
+                for first, (stage, rows) in zip(firsts[:-1], self._parts(), strict=True)
+            ]
         )
-        if not len(fitted):
-            raise UserError(
-                f"{name}: no row of {len(rows):,} has a trained token within max_length {max_length}; "
-                f"raise it (the shortest row has {min(_lengths(tokenized)):,} tokens)"
-            )
-        dataset = fitted.select_columns(["input_ids", "labels"])
-        if args.shuffle_dataset and name == "train":
-            dataset = dataset.shuffle(seed=args.seed)
-        if packing:
-            dataset = pack(dataset, max_length)
-        return dataset, _report(tokenized, fitted, dataset if packing else None, max_length, split)
+        counts = np.concatenate([stage.row_pieces[rows] for stage, rows in self._parts()])
+        indices = _ranges(starts[order], counts[order])
+        pieces = datasets.concatenate_datasets([stage.pieces for stage in self.stages])
+        if not np.array_equal(indices, np.arange(len(pieces))):
+            pieces = pieces.select(indices)
+        piece_lengths = np.concatenate([stage.piece_lengths for stage in self.stages])[indices]
+        piece_trained = np.concatenate([stage.piece_trained for stage in self.stages])[indices]
+        dataset = pack(pieces, self.max_length) if self.packing else pieces
+        dataset.save_to_disk(folder)
+        return self._report(dataset, piece_lengths, piece_trained)
+
+    def _parts(self) -> zip:
+        return zip(self.stages, self.rows, strict=True)
+
+    def _report(self, dataset: datasets.Dataset, lengths: np.ndarray, trained: np.ndarray) -> SplitReport:
+        hashes, tokens = self.hashes(), int(lengths.sum())
+        return SplitReport(
+            sum(len(rows) for rows in self.rows),
+            int(sum(stage.row_truncated[rows].sum() for stage, rows in self._parts())),
+            len(hashes) - len(np.unique(hashes)),
+            tokens,
+            int(trained.sum()),
+            Lengths.of(np.concatenate([stage.lengths for stage in self.stages])),
+            _tenths(trained / lengths),
+            len(dataset) if self.packing else None,
+            tokens / (len(dataset) * self.max_length) if self.packing else None,
+            _tenths(_lengths(dataset) / self.max_length) if self.packing else [],
+        )
+
+
+def _first_pieces(stage: Stage) -> np.ndarray:
+    """The first piece of each row, [rows]."""
+    return np.cumsum(stage.row_pieces) - stage.row_pieces
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """start, start + 1, ..., start + count - 1 of each, joined."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def _lengths(dataset: datasets.Dataset) -> np.ndarray:
-    """Tokens of each row, shape `[rows]`."""
     return pc.list_value_length(dataset.data.column("input_ids")).to_numpy()
 
 
-def _report(
-    tokenized: datasets.Dataset,
-    fitted: datasets.Dataset,
-    blocks: datasets.Dataset | None,
-    max_length: int,
-    split: bool,
-) -> SplitReport:
-    lengths = _lengths(tokenized)
-    tokens = int(_lengths(fitted).sum())
-    kept = np.isin(tokenized.data.column("row").to_numpy(), fitted.data.column("row").to_numpy())
-    rows_dropped = int((~kept).sum())
-    truncated = np.zeros_like(kept) if split else kept & (lengths > max_length)
-    p50, p90, p99 = (int(p) for p in np.percentile(lengths, [50, 90, 99], method="higher"))
-    return SplitReport(
-        rows_read=len(tokenized),
-        rows_kept=int(kept.sum()),
-        rows_dropped={NO_LABEL: rows_dropped} if rows_dropped else {},
-        rows_truncated=int(truncated.sum()),
-        tokens=tokens,
-        trained_tokens=int(pc.sum(fitted.data.column("num_trained")).as_py()),
-        length_p50=p50,
-        length_p90=p90,
-        length_p99=p99,
-        length_max=int(lengths.max()),
-        num_blocks=len(blocks) if blocks is not None else None,
-        packing_efficiency=tokens / (len(blocks) * max_length) if blocks is not None else None,
-    )
+def _tenths(shares: np.ndarray) -> list[int]:
+    return np.histogram(shares, 10, (0, 1))[0].tolist()

@@ -1,205 +1,226 @@
-"""What a row is: a chat in `messages`, or a text in the column `dataset_text_field` names. Every row is looked at.
+"""Chats: turns as they were written, brought to what a template takes, by stated policies."""
 
-A bad row is an error, never dropped in silence: all are found in one pass, the first ten are listed with their place.
-"""
+import json
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, get_args
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from recipe.arguments import DataArguments
+from recipe.data.rows import MAX_ROW_BYTES, BadRow, Dropped
 
-import datasets
-import pyarrow as pa
-
-from recipe.data.sources import Source
-from recipe.errors import UserError
-
-Kind = Literal["chat", "text"]
-Message = dict[str, str]
-
-ROLES = ("system", "user", "assistant")
-NUM_LISTED = 10
-MESSAGE = pa.struct({"role": pa.string(), "content": pa.string()})
-COLUMNS = {"chat": pa.field("messages", pa.list_(MESSAGE)), "text": pa.field("text", pa.string())}
+Role = Literal["system", "user", "assistant", "tool"]
+ROLES = get_args(Role)
+# What formats call them; `function_call` is an assistant's turn that holds a call and no text.
+SYNONYMS = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+WEIGHTS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's word for "train on this turn"
 
 
-class BadRow(ValueError):
-    """Why a row cannot be trained on."""
+class Turn(NamedTuple):
+    """One message. `trained` says whether an assistant's turn enters the loss; `where` is for messages to the user."""
+
+    where: str
+    role: str
+    content: str
+    trained: bool
+    extra: dict[str, Any]  # tool_calls, name, tool_call_id, reasoning_content
+
+
+class Chat(NamedTuple):
+    """What a template is applied to: messages, the tools they may call, and for each answer whether it is trained."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    trained: list[bool]
 
 
 @dataclass(frozen=True)
-class RowFormat:
-    """How this run reads a row.
+class Turns:
+    """Policies for chats that not every template takes. 'error': a bad row; 'drop': the row is left out, and counted.
 
     Attributes:
-        kind: 'chat' or 'text'.
-        text_field: Column of the text of a text row.
-        eos_token: Taken off the end of an answer that already has it: the template writes it.
-        special_tokens: Strings that the tokenizer would turn into control tokens wherever they stand in a message.
+        leading_assistant: the first turn is the assistant's. 'keep', or 'trim': leave that turn out.
+        repeated_roles: two turns in a row by the user, or by the assistant. 'keep', or 'merge': one turn, with an empty
+            line between the two.
+        tool_turns: the chat has tools, or turns by tools. 'keep': the template has to show them.
+        empty_content: a turn without text. 'keep'.
+
+    A system turn is kept, and is the first one; in any other place it is an error. So is a chat without an answer, or
+    that ends with a question.
     """
 
-    kind: Kind
-    text_field: str
-    eos_token: str
-    special_tokens: Sequence[str]
+    leading_assistant: str = "error"
+    repeated_roles: str = "error"
+    tool_turns: str = "keep"
+    empty_content: str = "error"
 
-    def parse(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return `{"messages": [{"role", "content"}, ...]}` or `{"text": str}`. Raises `BadRow`."""
-        if self.kind == "text":
-            return {"text": self._parse_text(fields)}
-        if fields.get("tools"):
-            raise BadRow("has tools, which are not supported")
-        return {"messages": self._parse_messages(fields.get("messages"))}
+    @classmethod
+    def of(cls, args: DataArguments) -> "Turns":
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
-    def _parse_text(self, fields: dict[str, Any]) -> str:
-        if self.text_field not in fields:
-            raise BadRow(f"has no '{self.text_field}'; its columns are {', '.join(fields) or '(none)'}")
-        text = fields[self.text_field]
-        if not isinstance(text, str):
-            raise BadRow(f"'{self.text_field}' must be text, not {type(text).__name__}")
-        if not text.strip():
-            raise BadRow(f"'{self.text_field}' is empty")
-        _check_encodable(text)
-        return text
+    def chat(self, turns: list[Turn], tools: list[dict[str, Any]] | None) -> Chat:
+        """Apply the policies. Raises `BadRow`, `Dropped`."""
+        if tools or any(turn.role == "tool" or "tool_calls" in turn.extra for turn in turns):
+            self._allow("tool_turns", "has tools", "")
+        for turn in turns:
+            if not turn.content.strip() and "tool_calls" not in turn.extra:
+                self._allow("empty_content", "empty message", f"{turn.where} ({turn.role}) has no text")
+        turns = self._trim(turns)
+        turns = self._merge(turns)
+        _check_order(turns)
+        messages = [{"role": turn.role, "content": turn.content, **turn.extra} for turn in turns]
+        trained = [turn.trained for turn in turns if turn.role == "assistant"]
+        if not any(trained):
+            raise BadRow("nothing to learn", "every answer has the loss weight 0")
+        return Chat(messages, tools, trained)
 
-    def _parse_messages(self, value: Any) -> list[Message]:
-        if not isinstance(value, list):
-            raise BadRow(f"'messages' must be a list of messages, not {type(value).__name__}")
-        messages = [self._parse_message(number, message) for number, message in enumerate(value, 1)]
-        roles = [message["role"] for message in messages]
-        if "assistant" not in roles:
-            raise BadRow("has no assistant message, so no answer to learn")
-        if "system" in roles[1:]:
-            raise BadRow(f"message {roles.index('system', 1) + 1} is from the system; only the first may be")
-        first = 1 if roles[0] == "system" else 0
-        if roles[first] == "assistant":
-            raise BadRow("begins with the assistant; a user message must come first")
-        for number, (role, following) in enumerate(zip(roles[first:], roles[first + 1 :], strict=False), first + 1):
-            if role == following:
-                raise BadRow(f"messages {number} and {number + 1} are both from the {role}; turns must alternate")
-        if roles[-1] == "user":
-            raise BadRow("ends with a user message that has no answer")
-        return messages
+    def _allow(self, policy: str, reason: str, detail: str) -> None:
+        """Go on if `policy` is to keep (merge, trim) the row."""
+        choice = getattr(self, policy)
+        if choice == "error":
+            raise BadRow(reason, f"{detail}{'; ' if detail else ''}see {policy}")
+        if choice == "drop":
+            raise Dropped(reason)
 
-    def _parse_message(self, number: int, message: Any) -> Message:
-        if not isinstance(message, dict):
-            raise BadRow(f"message {number} must have role and content, not be {type(message).__name__}")
-        role = message.get("role")
-        if role not in ROLES:
-            raise BadRow(f"message {number} has the unknown role {role!r}; roles are {', '.join(ROLES)}")
-        if message.get("tool_calls"):
-            raise BadRow(f"message {number} has tool_calls, which are not supported")
-        if role == "assistant" and message.get("loss_weight") not in (None, 1):
-            raise BadRow(f"message {number} has loss_weight {message['loss_weight']}; every answer is trained, with 1")
-        content = _content(number, message.get("content"))
-        if role == "assistant":
-            while content.rstrip().endswith(self.eos_token):
-                content = content.rstrip().removesuffix(self.eos_token)
-        if not content.strip():
-            raise BadRow(f"message {number} ({role}) is empty")
-        _check_encodable(content)
-        for token in self.special_tokens:
-            if token in content:
-                raise BadRow(f"message {number} ({role}) contains the control token {token}; take it out")
-        return {"role": role, "content": content}
+    def _trim(self, turns: list[Turn]) -> list[Turn]:
+        first = next((at for at, turn in enumerate(turns) if turn.role != "system"), 0)
+        if not turns or turns[first].role != "assistant":
+            return turns
+        self._allow("leading_assistant", "begins with the assistant", turns[first].where)
+        if self.leading_assistant != "trim":
+            return turns
+        while first < len(turns) and turns[first].role != "user":  # what a tool says belongs to that turn
+            turns = [*turns[:first], *turns[first + 1 :]]
+        return turns
+
+    def _merge(self, turns: list[Turn]) -> list[Turn]:
+        merged: list[Turn] = []
+        for turn in turns:
+            last = merged[-1] if merged else None
+            if last is None or turn.role != last.role or turn.role not in ("user", "assistant"):
+                merged.append(turn)
+                continue
+            self._allow("repeated_roles", "two turns in a row", f"{last.where} and {turn.where} by the {turn.role}")
+            merged.append(turn)
+            if self.repeated_roles == "merge":
+                merged[-2:] = [_merged(last, turn)]
+        return merged
 
 
-def _check_encodable(text: str) -> None:
-    """JSON can hold half of a surrogate pair, which is no character and has no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRow(f"holds {text[error.start]!r}, half of a surrogate pair; write the whole character") from None
+def _merged(first: Turn, second: Turn) -> Turn:
+    if first.trained != second.trained:
+        raise BadRow("turns of two loss weights cannot be merged", f"{first.where} and {second.where}")
+    content = "\n\n".join(text for text in (first.content, second.content) if text.strip())
+    extra = first.extra | second.extra
+    if calls := first.extra.get("tool_calls", []) + second.extra.get("tool_calls", []):
+        extra["tool_calls"] = calls
+    return Turn(first.where, first.role, content, first.trained, extra)
 
 
-def _content(number: int, content: Any) -> str:
-    """The text of a message: a string, or a list of `{"type": "text", "text" (or "value"): str}` parts, joined."""
+def _check_order(turns: list[Turn]) -> None:
+    roles = [turn.role for turn in turns]
+    if "assistant" not in roles:
+        raise BadRow("no answer", "there is no assistant's message")
+    if "system" in roles[1:]:
+        raise BadRow("system turn in the middle", f"{turns[roles.index('system', 1)].where}; only the first may be one")
+    if roles[-1] != "assistant":
+        raise BadRow("no answer to the last turn", f"{turns[-1].where} is by the {roles[-1]}")
+
+
+def parse_turn(where: str, value: Any) -> Turn:
+    """Read one message of any of the formats. Raises `BadRow`.
+
+    Args:
+        where: what to call it, such as 'message 3'.
+        value: `{"role", "content"}` or ShareGPT's `{"from", "value"}`; content may be a list of parts.
+    """
+    if not isinstance(value, dict):
+        raise BadRow("not a message", f"{where} is {type(value).__name__}, not a mapping of role and content")
+    named = value.get("role") if value.get("role") is not None else value.get("from")
+    role = SYNONYMS.get(named, named) if isinstance(named, str) else ""
+    if role not in ROLES:
+        raise BadRow("unknown role", f"{where} is by {named!r}; roles are {', '.join([*ROLES, *SYNONYMS])}")
+    content = value.get("content") if value.get("content") is not None else value.get("value")
+    extra: dict[str, Any] = {}
+    if named == "function_call":
+        extra["tool_calls"], content = _calls(where, content), ""
+    elif value.get("tool_calls"):
+        extra["tool_calls"], content = _calls(where, value["tool_calls"]), content or ""
+    text = _text(where, content)
+    check_text(where, text)
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if value.get(key) is not None:
+            if not isinstance(value[key], str):
+                raise BadRow("not text", f"{where}: {key} is {type(value[key]).__name__}")
+            check_text(where, value[key])
+            extra[key] = value[key]
+    return Turn(where, role, text, _trained(where, role, value), extra)
+
+
+def _trained(where: str, role: str, value: dict[str, Any]) -> bool:
+    weights = {key: value[key] for key in WEIGHTS if value.get(key) is not None}
+    for key, weight in weights.items():
+        if weight not in (0, 1) or (role != "assistant" and weight != 0 and key == "loss_weight"):
+            allowed = "0 or 1" if role == "assistant" else "0: only answers are trained"
+            raise BadRow("loss weight", f"{where} ({role}) has {key} {weight!r}; give {allowed}")
+    return role == "assistant" and all(weights.values())
+
+
+def _text(where: str, content: Any) -> str:
+    """A string, or the joined parts of a list of `{"type": "text", "text" (or "value"): str}`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRow(f"message {number}: content must be text, not {type(content).__name__}")
+        raise BadRow("not text", f"{where}: content is {type(content).__name__}")
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise BadRow(f"message {number}: only parts of the type 'text' are supported, not {kind!r}")
+            raise BadRow("not text", f"{where} has a part of the type {kind!r}; only 'text' can be trained on")
         text = part.get("text") if part.get("text") is not None else part.get("value")
         if not isinstance(text, str):
-            raise BadRow(f"message {number}: a text part must hold text, not {type(text).__name__}")
+            raise BadRow("not text", f"{where} has a text part that holds {type(text).__name__}")
         texts.append(text)
     return "".join(texts)
 
 
-def detect_kind(source: Source, text_field: str) -> Kind:
-    """Tell from the first readable row whether the set is chat (`messages`, which goes first) or text.
-
-    Raises:
-        UserError: there is no row, none can be read, or the first that can has neither column.
-    """
-    unread = None
-    for row in source.read():
-        if row.problem is not None:
-            unread = unread or row
-        else:
-            if "messages" in row.fields:
-                return "chat"
-            if text_field in row.fields:
-                return "text"
-            raise UserError(
-                f"{source.name}: rows need a column 'messages' (chat) or dataset_text_field's '{text_field}' (text); "
-                f"{source.unit} {row.number} has {', '.join(map(str, row.fields)) or 'no columns'}; "
-                "set dataset_text_field, or convert the rows to messages of role and content"
-            )
-    if unread is not None:
-        raise UserError(
-            f"dataset_name '{source.name}': no row can be read; {source.unit} {unread.number} {unread.problem}"
-        )
-    raise UserError(f"dataset_name '{source.name}': the data set is empty")
+def _calls(where: str, value: Any) -> list[dict[str, Any]]:
+    """Calls as OpenAI's API has them, with arguments as a mapping, which is what templates write as JSON."""
+    if isinstance(value, str):
+        value = _json(where, value)
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow("not a tool call", f"{where} has no name of a function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _json(where, arguments) if arguments.strip() else {}
+        function = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+        check_text(where, json.dumps(function, ensure_ascii=False))
+        calls.append({"type": "function", "function": function})
+    return calls
 
 
-def normalize(source: Source, row_format: RowFormat, path: Path) -> datasets.Dataset:
-    """Validate every row of `source` and write the good ones to the Arrow file `path`, in bounded memory.
-
-    Returns:
-        The rows, memory-mapped: `messages` (list of role and content) or `text`, and `row`, the number in the source.
-
-    Raises:
-        UserError: any row is bad (the first `NUM_LISTED` are listed, and the total), or there is none.
-    """
-    problems: list[str] = []
-    num_rows = num_bad = 0
-
-    def good_rows() -> Iterator[dict[str, Any]]:
-        nonlocal num_rows, num_bad
-        for row in source.read():
-            num_rows += 1
-            try:
-                if row.problem is not None:
-                    raise BadRow(row.problem)
-                yield {"row": row.number, **row_format.parse(row.fields)}
-            except BadRow as error:
-                num_bad += 1
-                if num_bad <= NUM_LISTED:
-                    problems.append(f"{source.unit} {row.number} {error}")
-
-    _write_arrow(good_rows(), pa.schema([pa.field("row", pa.int64()), COLUMNS[row_format.kind]]), path)
-    if num_bad:
-        listed = f", of which the first {NUM_LISTED}" if num_bad > NUM_LISTED else ""
-        raise UserError(
-            f"{source.name}: {num_bad:,} of {num_rows:,} rows cannot be trained on (mend them, or point dataset_name "
-            f"elsewhere){listed}:\n" + "\n".join(f"     {problem}" for problem in problems)
-        )
-    if not num_rows:
-        raise UserError(f"dataset_name '{source.name}': the data set is empty")
-    return datasets.Dataset.from_file(str(path))
+def _json(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadRow("tool call is not valid JSON", f"{where}: {error}") from None
 
 
-def _write_arrow(rows: Iterator[dict[str, Any]], schema: pa.Schema, path: Path, batch_size: int = 1000) -> None:
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        batch: list[dict[str, Any]] = []
-        for row in rows:
-            batch.append(row)
-            if len(batch) == batch_size:
-                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
-                batch = []
-        writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
+def check_text(where: str, text: str) -> None:
+    """Raise `BadRow` for what is no text, or more than a row may be."""
+    if len(text) > MAX_ROW_BYTES:
+        raise BadRow(f"larger than {MAX_ROW_BYTES >> 20} MiB", f"{where} has {len(text):,} characters")
+    if "\0" in text:
+        raise BadRow("NUL character", f"{where} holds one; it is no text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can hold it, and no text can
+        raise BadRow("half of a surrogate pair", f"{where} holds {text[error.start]!r}; write the character") from None

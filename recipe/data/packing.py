@@ -24,7 +24,7 @@ def pack(dataset: datasets.Dataset, max_length: int) -> datasets.Dataset:
         Blocks: `input_ids` and `labels` (rows joined, longest first) and `seq_lengths` (length of each row, in tokens).
     """
     return pack_dataset(
-        dataset.select_columns(["input_ids", "labels"]),
+        dataset,
         seq_length=max_length,
         strategy="bfd",
         map_kwargs={"batch_size": BATCH_ROWS, "load_from_cache_file": False, "desc": "Packing"},

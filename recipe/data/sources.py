@@ -1,211 +1,287 @@
-"""Rows as they are on disk or on the Hub: where they come from, which split, and what identifies their content.
+"""Where rows come from: files, globs, folders saved by `datasets`, the Hub; with their share of an epoch.
 
-Nothing is interpreted here but the file format; what a row must hold is `recipe.data.messages`'s business.
+A source is named by a mapping (`datasets`, `eval_datasets`), or by `dataset_name` and `--data` where nothing else is to
+be said. Its identity is its content, so that prepared data are found again wherever the files lie.
 """
 
-import csv
-import hashlib
 import json
-import sys
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
+from huggingface_hub import is_offline_mode
 
 from recipe.arguments import DataArguments
-from recipe.errors import UserError
+from recipe.data.digests import Digests
+from recipe.data.files import COMPRESSED, READERS, format_of, read_dataset
+from recipe.data.rows import Chunk
+from recipe.errors import UserError, raise_if
+
+FORMATS = f"{', '.join(READERS)} (the text formats also with {' or '.join(COMPRESSED)})"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row: its 1-based number in the source's `unit`, and its fields, or why they could not be read."""
+class Spec:
+    """What the configuration says of one source; all but `path` is optional.
 
-    number: int
-    fields: dict[str, Any]
-    problem: str | None = None
+    Attributes:
+        path: a file, a glob of files, a folder that `datasets` saved, or a hub id.
+        name: configuration of a hub data set.
+        split: of a saved folder or a hub data set.
+        revision: branch, tag or commit of a hub data set.
+        text_field: column of text rows, in the place of `dataset_text_field`.
+        weight: share of the rows of an epoch, against the other sources' weights.
+        samples: rows in an epoch.
+        key: where the configuration says it, for messages.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    text_field: str | None = None
+    weight: float | None = None
+    samples: int | None = None
+    key: str = "dataset_name"
+
+
+KEYS: dict[str, tuple[type, ...]] = {
+    "path": (str,),
+    "name": (str,),
+    "split": (str,),
+    "revision": (str,),
+    "text_field": (str,),
+    "weight": (int, float),
+    "samples": (int,),
+}
+
+
+def read_specs(args: DataArguments) -> tuple[list[Spec], list[Spec]]:
+    """The training sources and the evaluation sources that the keys name; no file is looked at.
+
+    Raises:
+        UserError: every key that is missing, unknown, of the wrong type, or does not go with another.
+    """
+    problems: list[str] = []
+    if args.data:
+        train = [Spec(path, key="--data") for path in args.data]
+    elif args.datasets:
+        train = _specs(args.datasets, "datasets", problems)
+        if args.dataset_name:
+            problems.append("dataset_name and datasets both name the training data; leave one out")
+    elif args.dataset_name:
+        train = [
+            Spec(str(args.dataset_name), args.dataset_config, args.dataset_train_split, args.dataset_revision),
+        ]
+    else:
+        train = []
+        problems.append(f"dataset_name is not set; give a file ({FORMATS}), a glob, a saved folder or a hub id")
+    test = _specs(args.eval_datasets, "eval_datasets", problems) if args.eval_datasets else []
+    if args.dataset_test_split is not None:
+        if not args.dataset_name or args.data:
+            problems.append(
+                f"dataset_test_split '{args.dataset_test_split}' is a split of dataset_name, which is not what is "
+                "trained on; set eval_datasets or eval_samples"
+            )
+        test += [replace(spec, split=args.dataset_test_split, key="dataset_test_split") for spec in train[:1]]
+    problems += _shares(train)
+    if any(spec.weight is not None or spec.samples is not None for spec in test):
+        problems.append("eval_datasets: evaluation takes every row once; leave weight and samples out")
+    asked = {
+        "eval_samples": args.eval_samples or None,
+        "eval_datasets": args.eval_datasets,
+        "dataset_test_split": args.dataset_test_split,
+    }
+    named = [f"{key} ({value})" if key != "eval_datasets" else key for key, value in asked.items() if value]
+    if len(named) > 1:
+        problems.append(f"{' and '.join(named)} are {len(named)} evaluation sets; leave all but one out")
+    raise_if(problems)
+    return train, test
+
+
+def _specs(entries: list[Any], key: str, problems: list[str]) -> list[Spec]:
+    found = []
+    for number, entry in enumerate(entries):
+        where = f"{key}[{number}]"
+        if isinstance(entry, str):
+            entry = {"path": entry}
+        if not isinstance(entry, dict) or "path" not in entry:
+            problems.append(f"{where} is {entry!r}; give a path, or a mapping with path and any of {_others()}")
+            continue
+        unknown = [name for name in entry if name not in KEYS]
+        wrong = [
+            f"{where}.{name} is {value!r}; give {' or '.join(kind.__name__ for kind in KEYS[name])}"
+            for name, value in entry.items()
+            if name in KEYS and value is not None and type(value) not in KEYS[name]
+        ]
+        problems += [f"{where} has the unknown key '{name}'; known are path, {_others()}" for name in unknown] + wrong
+        if not unknown and not wrong:
+            found.append(Spec(**{name: value for name, value in entry.items() if value is not None}, key=where))
+    return found
+
+
+def _others() -> str:
+    return ", ".join(name for name in KEYS if name != "path")
+
+
+def _shares(specs: list[Spec]) -> list[str]:
+    """Weights are shares of a whole, so all sources have one or none has; samples count by themselves."""
+    problems = []
+    for spec in specs:
+        if spec.weight is not None and not 0 < spec.weight < math.inf:
+            problems.append(f"{spec.key}.weight is {spec.weight:g}; set more than 0")
+        if spec.samples is not None and spec.samples < 1:
+            problems.append(f"{spec.key}.samples is {spec.samples}; set 1 or more")
+    weighted = [spec.weight is not None for spec in specs]
+    if any(weighted) and not all(weighted):
+        without = specs[weighted.index(False)]
+        problems.append(f"{without.key} has no weight, and others have; give every source a weight, or none")
+    if any(weighted) and any(spec.samples is not None for spec in specs):
+        problems.append("datasets: weight and samples both say how many rows an epoch has; use one of the two")
+    return problems
 
 
 @dataclass(frozen=True)
 class Source:
-    """One split of a data set, not yet read.
+    """One source, found and not yet read.
 
     Attributes:
-        name: As the user gave it, for messages.
-        unit: What `Row.number` counts: 'line' of a .jsonl or .csv file, else 'row'.
-        identify: What changes when the content does: a digest of the files, which it reads, or the Hub's fingerprint of
-            a revision.
-        read: Yields the rows from the first on, anew at each call.
+        spec: as it was asked for.
+        size: of all its chunks, in `unit`s, for the progress bar.
+        unit: 'B' or 'row'.
+        chunks: reads it from the first row on, anew at each call.
+        identify: what changes when the content does.
+        notes: what to tell the user, such as what was downloaded.
+        revision: the commit of a hub data set.
     """
 
-    name: str
+    spec: Spec
+    size: int
     unit: str
+    chunks: Callable[[], Iterator[Chunk]]
     identify: Callable[[], str]
-    read: Callable[[], Iterator[Row]]
+    notes: tuple[str, ...] = ()
+    revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages and reports."""
+        split = f" ({self.spec.split})" if self.unit == "row" else ""
+        revision = f" at {self.revision[:12]}" if self.revision else ""
+        return f"{self.spec.path}{split}{revision}"
+
+    @cached_property
+    def identity(self) -> str:
+        return self.identify()
 
 
-def open_sources(data_args: DataArguments) -> tuple[Source, Source | None]:
-    """Find the training split and, if `dataset_test_split` is set, the evaluation split.
+def open_sources(specs: list[Spec], digests: Digests) -> list[Source]:
+    """Find every source; what is not on this machine and is a hub id is fetched.
 
     Raises:
         UserError: no such file, folder, hub id or split; a format that is not known.
     """
-    assert data_args.dataset_name is not None, "check() refuses a run without dataset_name"
-    train = _open(data_args, "dataset_train_split", data_args.dataset_train_split)
-    if data_args.dataset_test_split is None:
-        return train, None
-    return train, _open(data_args, "dataset_test_split", data_args.dataset_test_split)
+    found, problems = [], []
+    for spec in specs:
+        try:
+            found.append(_open(spec, digests))
+        except UserError as error:
+            problems += error.problems
+    raise_if(problems)
+    return found
 
 
-def _open(data_args: DataArguments, split_key: str, split: str) -> Source:
-    name = str(data_args.dataset_name)
-    path = Path(name).expanduser()
+def _open(spec: Spec, digests: Digests) -> Source:
+    path = Path(spec.path).expanduser()
     if path.is_file():
-        return _open_file(path, split_key, split)
+        return _open_files(spec, [path], digests)
     if path.is_dir():
-        return _open_saved(path, split_key, split)
-    if path.suffix.lower() in READERS or name.startswith(("/", "./", "../", "~")):
-        raise UserError(f"dataset_name '{name}': no such file or folder (looked for {path.absolute()})")
-    return _open_hub(name, data_args.dataset_config, split_key, split)
+        return _open_saved(spec, path, digests)
+    if has_magic(spec.path):
+        files = sorted(p for p in map(Path, glob(str(path), recursive=True)) if p.is_file())
+        if not files:
+            raise UserError(f"{spec.key} '{spec.path}': no file matches (looked from {Path.cwd()})")
+        return _open_files(spec, files, digests)
+    if format_of(path) or path.suffix in COMPRESSED or spec.path.startswith(("/", "./", "../", "~")):
+        raise UserError(f"{spec.key} '{spec.path}': no such file or folder (looked for {path.absolute()})")
+    return _open_hub(spec)
 
 
-def _open_file(path: Path, split_key: str, split: str) -> Source:
-    suffix = path.suffix.lower()
-    if suffix not in READERS:
-        raise UserError(f"dataset_name '{path}': a file must end in one of {', '.join(READERS)}, not '{suffix}'")
-    if split != "train":
+def _open_files(spec: Spec, files: list[Path], digests: Digests) -> Source:
+    formats = {path: format_of(path) for path in files}
+    for path, suffix in formats.items():
+        if suffix is None:
+            raise UserError(
+                f"{spec.key} '{spec.path}': the name of a file must end in one of {FORMATS}, not '{path.name}'"
+            )
+    if spec.split != "train":
+        key = spec.key if spec.key == "dataset_test_split" else f"{spec.key}: split"
         raise UserError(
-            f"{split_key} '{split}': a single file has the split 'train' and no other; "
-            "hold rows out of it with eval_samples, or leave the key out"
+            f"{key} '{spec.split}': files have the split 'train' and no other; hold rows out with eval_samples, or "
+            "name other files in eval_datasets"
         )
-    unit = "line" if suffix in (".jsonl", ".csv") else "row"
-    return Source(str(path), unit, lambda: suffix + digest([path]), lambda: READERS[suffix](path))
+
+    def chunks() -> Iterator[Chunk]:
+        for path, suffix in formats.items():
+            yield from READERS[str(suffix)](path)
+
+    def identify() -> str:
+        return " ".join(f"{suffix}:{digests.of(path)}" for path, suffix in formats.items())
+
+    return Source(spec, sum(path.stat().st_size for path in files), "B", chunks, identify)
 
 
-def _open_saved(path: Path, split_key: str, split: str) -> Source:
+def _open_saved(spec: Spec, path: Path, digests: Digests) -> Source:
     """A folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-        if split not in splits:
-            raise UserError(f"{split_key} '{split}': {path} has the splits {', '.join(splits)}")
-        path = path / split
+        if spec.split not in splits:
+            raise UserError(f"{spec.key} '{spec.path}': split '{spec.split}' is none of its splits {', '.join(splits)}")
+        path = path / spec.split
     elif not (path / "dataset_info.json").is_file():
         raise UserError(
-            f"dataset_name '{path}': a folder must be one written by datasets.save_to_disk (no dataset_info.json or "
-            "dataset_dict.json in it); give one data file instead"
+            f"{spec.key} '{spec.path}': the folder was not written by `datasets.save_to_disk`; for the files in it "
+            f"give a glob, such as {path}/*.jsonl"
         )
-    elif split != "train":
-        raise UserError(f"{split_key} '{split}': {path} holds one data set without splits; use eval_samples")
-    return Source(
-        str(path),
-        "row",
-        lambda: digest(sorted(path.glob("*.arrow"))),
-        lambda: _dataset_rows(datasets.load_from_disk(path)),
-    )
-
-
-def _open_hub(name: str, config: str | None, split_key: str, split: str) -> Source:
+    elif spec.split != "train":
+        raise UserError(
+            f"{spec.key} '{spec.path}': split '{spec.split}': the saved data set has no splits; leave it out"
+        )
     try:
-        dataset = datasets.load_dataset(name, config, split=split)
+        dataset = datasets.load_from_disk(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{spec.key} '{spec.path}': {path} cannot be loaded: {error}") from None
+    files = [Path(file["filename"]) for file in dataset.cache_files]
+
+    def identify() -> str:
+        return "saved:" + " ".join(digests.of(file) for file in files)
+
+    return Source(spec, len(dataset), "row", partial(read_dataset, spec.path, dataset), identify)
+
+
+def _open_hub(spec: Spec) -> Source:
+    try:
+        builder = datasets.load_dataset_builder(spec.path, spec.name, revision=spec.revision)
+        cached = Path(builder.cache_dir).is_dir()
+        builder.download_and_prepare()
+        dataset = builder.as_dataset(split=spec.split)
     # DatasetNotFoundError is a FileNotFoundError; an unknown config or split is a ValueError.
-    except (FileNotFoundError, ConnectionError, ValueError) as error:
+    except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
+        offline = " (HF_HUB_OFFLINE is set)" if is_offline_mode() else ""
         raise UserError(
-            f"dataset_name '{name}' (dataset_config {config}, {split_key} '{split}') is no file or folder here, and "
-            f"could not be loaded from the Hub: {type(error).__name__}: {error}"
+            f"{spec.key} '{spec.path}' (configuration {spec.name or 'default'}, split '{spec.split}', revision "
+            f"{spec.revision or 'main'}) is no file or folder here, and could not be loaded from the Hub{offline}: "
+            f"{type(error).__name__}: {error}"
         ) from error
-    # `_fingerprint` is derived from the builder's cache folder, whose name holds the Hub's revision, and the split.
-    identity = f"{name}:{config}:{split}:{dataset._fingerprint}"
-    return Source(f"{name} ({split})", "row", lambda: identity, lambda: _dataset_rows(dataset))
-
-
-def _dataset_rows(dataset: datasets.Dataset) -> Iterator[Row]:
-    for number, fields in enumerate(dataset, 1):
-        yield Row(number, fields)
-
-
-def digest(files: list[Path]) -> str:
-    """SHA-256 of the content of `files`, in their order, as 64 hexadecimal digits."""
-    total = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()
-
-
-def _row(number: int, value: Any) -> Row:
-    if isinstance(value, dict):
-        return Row(number, value)
-    return Row(number, {}, f"must be a JSON object, not {type(value).__name__}")
-
-
-def read_jsonl(path: Path) -> Iterator[Row]:
-    """One JSON object a line, UTF-8; empty lines are passed over. A line that does not parse is a problem."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            line = line.strip()
-            if not line:
-                continue
-            try:
-                yield _row(number, json.loads(line))
-            except json.JSONDecodeError as error:
-                yield Row(number, {}, f"not valid JSON: {error.msg} at column {error.colno} ({path}:{number})")
-            except UnicodeDecodeError as error:
-                yield Row(number, {}, f"not UTF-8: {error.reason} at byte {error.start + 1} ({path}:{number})")
-
-
-def read_json(path: Path) -> Iterator[Row]:
-    """A JSON list of objects, read as a whole; a file that does not begin with '[' is taken as JSON lines."""
-    with path.open("rb") as file:
-        if not file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            yield from read_jsonl(path)
-            return
-    try:
-        values = json.loads(path.read_text("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"dataset_name: not valid JSON: {error.msg} at column {error.colno} ({path}:{error.lineno})"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"dataset_name: {path} is not UTF-8: {error.reason} at byte {error.start + 1}") from None
-    for number, value in enumerate(values, 1):
-        yield _row(number, value)
-
-
-def read_csv(path: Path) -> Iterator[Row]:
-    """CSV with a header line; every field is text. A row's number is the line on which it ends."""
-    csv.field_size_limit(sys.maxsize)  # the default, 128 KiB, is shorter than a long document
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            for fields in reader:
-                too_many = fields.pop(None, None)  # DictReader's key of surplus fields
-                problem = f"has {len(too_many)} fields more than the header" if too_many else None
-                yield Row(reader.line_num, fields, problem)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"dataset_name: not valid CSV: {error} ({path}:{reader.line_num})") from None
-
-
-def read_parquet(path: Path) -> Iterator[Row]:
-    """A Parquet file, in batches."""
-    try:
-        with pq.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1000):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield Row(number, fields)
-    except pa.ArrowException as error:
-        raise UserError(f"dataset_name: {path} is not a readable Parquet file: {error}") from None
-
-
-READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": read_jsonl,
-    ".json": read_json,
-    ".parquet": read_parquet,
-    ".csv": read_csv,
-}
+    revision = str(builder.hash)
+    size = builder.info.download_size or 0
+    how = "from the cache" if cached else f"downloaded {size / 1e6:,.1f} MB"
+    note = f"{spec.path}: {how}, revision {revision}, split '{spec.split}', {len(dataset):,} rows"
+    identity = f"hub:{spec.path}:{spec.name}:{spec.split}:{revision}"
+    chunks = partial(read_dataset, spec.path, dataset)
+    return Source(spec, len(dataset), "row", chunks, lambda: identity, (note,), revision)

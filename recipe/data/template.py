@@ -29,7 +29,8 @@ def read_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str | None) 
             raise UserError(f"the tokenizer has no chat template; set chat_template_path to one of {names} or a file")
         return template
     if name_or_path in TEMPLATES:
-        return TEMPLATES[name_or_path].read_text()
+        template = TEMPLATES[name_or_path].read_text()
+        return _spaced(template) if name_or_path == "llama2" and _lacks_space(tokenizer) else template
     path = Path(name_or_path).expanduser()
     if path.suffix not in (".jinja", ".j2") or not path.is_file():
         raise UserError(
@@ -66,3 +67,19 @@ def resolve_template(
             "or set assistant_only_loss: false"
         )
     return marked
+
+
+def _lacks_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether Meta's SentencePiece model sets a space before what follows bos ("▁[INST]"), and this tokenizer does not.
+
+    Llama-2's tokenizer.json says that every text between special tokens begins with one; transformers' own
+    `LlamaTokenizer`, unless it is told `legacy=True`, sets it at the start of a text alone.
+    """
+    backend, bos = tokenizer.backend_tokenizer, tokenizer.bos_token
+    bare, spaced = (backend.encode(f"{bos}{text}", add_special_tokens=False).tokens for text in ("[INST]", " [INST]"))
+    return spaced[1].startswith("▁") and not bare[1].startswith("▁")
+
+
+def _spaced(template: str) -> str:
+    """The template with the space written out."""
+    return template.replace("bos_token + '[INST] '", "bos_token + ' [INST] '")

@@ -1,163 +1,311 @@
-"""Rows to token ids and labels, and rows to the length of the model.
+"""Chats and texts to token ids and labels. A label is the token's own id where the token is trained, else -100.
 
-All functions are for batched `datasets.Dataset.map`: lists in, lists out. A label is the token's own id where the token
-is trained and -100 where it is not; the model shifts labels by one, so the first label of a row never counts.
+A model shifts labels by one, so the first label of a row never counts.
+
+An answer is encoded apart from what stands before it, as it is when a model generates it: encoded together, a token
+may reach over the border, and then the prompt that the model was trained on is not the one it is given. Tokenizers that
+set a space before every text they encode (Llama-2's) cannot do that; the template's border is at a space there.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from tokenizers import Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+from trl.chat_template_utils import has_generation_markers
 
-from recipe.data.messages import Message
-from recipe.errors import UserError
+from recipe.data.formats import Example, Text
+from recipe.data.messages import Chat
+from recipe.data.rows import BadRow
 
 IGNORE = -100
+LOST = "the chat template leaves something out"
+MASK = "the loss mask cannot be right"
+END = "no end token where an answer ends"
+
+Span = tuple[int, int]
 
 
-def num_trained(labels: list[int]) -> int:
-    """How many labels of one row reach the loss."""
-    return sum(label != IGNORE for label in labels[1:])
+@dataclass(frozen=True)
+class Encoded:
+    """One row: `ids` and `labels`, [tokens], int32."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def num_trained(self) -> int:
+        """Labels that reach the loss."""
+        return int(np.count_nonzero(self.labels[1:] != IGNORE))
 
 
-def tokenize(
-    batch: dict[str, list[Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    assistant_only_loss: bool,
-    unit: str = "row",
-) -> dict[str, list[Any]]:
-    """Tokenize a batch of normalized rows, without truncation.
+@dataclass
+class Encoder:
+    """Encodes rows for one run.
 
     Args:
-        batch: `row` (numbers, for messages), and `messages` or `text`.
-        template: Chat template, for rows of `messages`; `None` for rows of `text`.
-        assistant_only_loss: Train answers only: what the template marks, which has to include each answer's eos.
-        unit: What the numbers in `row` count, 'line' or 'row', for messages.
-
-    Returns:
-        `row`, `input_ids` and `labels`, one list of ints a row.
-
-    Raises:
-        UserError: the template refuses a row, or leaves eos out, or marks nothing or everything as trained.
+        tokenizer: a fast one with an eos token.
+        template: chat template; None where there are no chats.
+        answers_only: train answers (what the template marks) and nothing else of a chat.
     """
-    if template is None:
-        input_ids = _tokenize_texts(batch["text"], tokenizer)
-        return {"row": batch["row"], "input_ids": input_ids, "labels": input_ids}
-    places = [f"{unit} {number}" for number in batch["row"]]
-    encoded = _apply_template(places, batch["messages"], tokenizer, template, assistant_only_loss)
-    labels = encoded["input_ids"]
-    if assistant_only_loss:
-        labels = [
-            [token if trained else IGNORE for token, trained in zip(ids, mask, strict=True)]
-            for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-        ]
-    for place, messages, ids, row_labels in zip(places, batch["messages"], encoded["input_ids"], labels, strict=True):
-        if assistant_only_loss:
-            _check_mask(place, messages, row_labels, tokenizer)
-        else:
-            _check_end(place, ids, tokenizer)
-    return {"row": batch["row"], "input_ids": encoded["input_ids"], "labels": labels}
 
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None
+    answers_only: bool
+    apart: bool = field(init=False)
 
-def _tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """One bos if the tokenizer adds one or the text has it, never two; exactly one eos at the end."""
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    bare, had_bos = [], []
-    for text in texts:
-        had_bos.append(bos is not None and text.lstrip().startswith(bos))
-        while bos is not None and text.lstrip().startswith(bos):
-            text = text.lstrip().removeprefix(bos)
-        while text.rstrip().endswith(eos):
-            text = text.rstrip().removesuffix(eos)
-        bare.append(text)
-    rows = []
-    for ids, with_bos in zip(tokenizer(bare)["input_ids"], had_bos, strict=True):
-        while ids and ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]
-        if with_bos and ids[:1] != [tokenizer.bos_token_id]:
-            ids = [tokenizer.bos_token_id, *ids]
-        rows.append([*ids, tokenizer.eos_token_id])
-    return rows
+    def __post_init__(self) -> None:
+        self.backend: Tokenizer = self.tokenizer.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.marked = self.template is not None and has_generation_markers(self.template)
+        self.bos, self.eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        self.special = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+        self.apart = encodes_apart(self.backend)
 
+    def encode(self, examples: Sequence[Example]) -> list[Encoded | BadRow]:
+        """Encode many rows at once, without truncation; a row that cannot be trained on gives its reason."""
+        texts = [at for at, example in enumerate(examples) if isinstance(example, Text)]
+        chats = [at for at, example in enumerate(examples) if isinstance(example, Chat)]
+        found: dict[int, Encoded | BadRow] = {}
+        for indices, encode in ((texts, self._texts), (chats, self._chats)):
+            if indices:
+                found |= zip(indices, encode([examples[at] for at in indices]), strict=True)
+        return [found[at] for at in range(len(examples))]
 
-def _apply_template(
-    places: list[str],
-    conversations: list[list[Message]],
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    mask: bool,
-) -> BatchEncoding:
-    def apply(conversations: list[list[Message]]) -> BatchEncoding:
-        encoded = tokenizer.apply_chat_template(
-            conversations, chat_template=template, return_dict=True, return_assistant_tokens_mask=mask
-        )
-        assert isinstance(encoded, BatchEncoding)
+    # -- texts -----------------------------------------------------------------------------------------------------
+
+    def _texts(self, rows: Sequence[Any]) -> list[Encoded | BadRow]:
+        """One bos if the tokenizer adds one or the text has it, never two; exactly one eos at the end."""
+        bare = [self._bare(row) for row in rows]
+        parts = [[(prompt, False), (text, True)] if prompt else [(text, True)] for prompt, text, _ in bare]
+        encoded: list[Encoded | BadRow] = []
+        for one, (_, _, had_bos) in zip(self._parts(parts, add_special_tokens=True), bare, strict=True):
+            ids, labels = one.ids, one.labels
+            while len(ids) and ids[-1] == self.eos:
+                ids, labels = ids[:-1], labels[:-1]
+            if had_bos and ids[:1].tolist() != [self.bos]:
+                first = IGNORE if labels[:1].tolist() == [IGNORE] else self.bos
+                ids, labels = np.concatenate([[self.bos], ids]), np.concatenate([[first], labels])
+            ids, labels = np.append(ids, self.eos), np.append(labels, self.eos)
+            encoded.append(Encoded(ids.astype(np.int32), labels.astype(np.int32)))
         return encoded
 
-    try:
-        return apply(conversations)
-    except TemplateError:
-        for place, messages in zip(places, conversations, strict=True):
+    def _bare(self, row: Text) -> tuple[str, str, bool]:
+        """Prompt and text without a bos before them or an eos after; and whether there was a bos."""
+        bos, eos = self.tokenizer.bos_token, str(self.tokenizer.eos_token)
+        prompt, text = row
+        head = prompt or text
+        had_bos = bos is not None and head.lstrip().startswith(bos)
+        while bos is not None and head.lstrip().startswith(bos):
+            head = head.lstrip().removeprefix(bos)
+        prompt, text = (head, text) if prompt else ("", head)
+        while text.rstrip().endswith(eos):
+            text = text.rstrip().removesuffix(eos)
+        return prompt, text, had_bos
+
+    # -- chats -----------------------------------------------------------------------------------------------------
+
+    def _chats(self, rows: Sequence[Any]) -> list[Encoded | BadRow]:
+        found: list[Any] = []  # of each row its parts, or why it has none
+        for row in rows:
             try:
-                apply([messages])
-            except TemplateError as error:
-                raise UserError(
-                    f"the chat template refuses {place}: {type(error).__name__}: {error}; change it or "
-                    "chat_template_path"
-                ) from None
-        raise
+                found.append(self._render(row))
+            except BadRow as error:
+                found.append(error)
+        encoded = iter(self._parts([parts for parts in found if not isinstance(parts, BadRow)]))
+        for at, parts in enumerate(found):
+            if not isinstance(parts, BadRow):
+                one = next(encoded)
+                try:
+                    self._check(rows[at], one)
+                    found[at] = one
+                except BadRow as error:
+                    found[at] = error
+        return found
 
+    def _render(self, chat: Chat) -> list[tuple[str, bool]]:
+        """The chat as text, in parts that are trained or not."""
+        assert self.template is not None, "a run with chats has a template"
+        messages = [self._without_end(message) for message in chat.messages]
+        for number, message in enumerate(messages, 1):
+            for token in self.special:
+                if token in message["content"]:
+                    where = f"message {number} ({message['role']}) holds {token}; take it out"
+                    raise BadRow("control token in a message", where)
+        try:
+            (text,), spans = render_jinja_template(
+                [messages],
+                chat.tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=self.marked,
+                **self.tokenizer.special_tokens_map,
+            )
+        except (TemplateError, TypeError) as error:  # TypeError: a template that adds what may be None
+            raise BadRow("the chat template refuses it", f"{type(error).__name__}: {error}") from None
+        _check_complete(text, messages, chat.tools)
+        if not self.answers_only and all(chat.trained):
+            return [(text, True)]
+        if not self.marked:
+            raise BadRow(
+                MASK, f"some answers are not trained, and the chat template does not mark answers{MASK_WAY_OUT}"
+            )
+        return _parts(text, _trained_spans(spans[0], chat.trained))
 
-def _check_mask(place: str, messages: list[Message], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Some tokens of a row are trained, not all, and eos once for each answer (trl#4879, transformers#22794)."""
-    trained = [label for label in labels if label != IGNORE]
-    if len(trained) in (0, len(labels)):
-        raise UserError(
-            f"assistant_only_loss: the chat template marks {len(trained)} of the {len(labels)} tokens of {place} as "
-            "the assistant's, where it should mark some and not all; set chat_template_path to a template whose "
-            "{% generation %} marks enclose the answers"
+    def _without_end(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Take off an eos that the row has already: the template writes it."""
+        content, eos = message["content"], str(self.tokenizer.eos_token)
+        if message["role"] != "assistant" or not content.rstrip().endswith(eos):
+            return message
+        while content.rstrip().endswith(eos):
+            content = content.rstrip().removesuffix(eos)
+        return {**message, "content": content}
+
+    def _check(self, chat: Chat, row: Encoded) -> None:
+        """Exactly one eos an answer, one bos where there is one, some tokens trained and not all (trl#4879)."""
+        ids, labels = row.ids, row.labels
+        if self.bos is not None and self.bos != self.eos:
+            twice = np.flatnonzero((ids[1:] == self.bos) & (ids[:-1] == self.bos))
+            if len(twice):
+                raise BadRow("two bos in a row", f"at token {twice[0] + 1}; the template writes one too many")
+        if not self.answers_only and all(chat.trained):
+            last = np.flatnonzero(ids == self.eos)
+            if not len(last) or str(self.tokenizer.decode(ids[last[-1] + 1 :].tolist())).strip():
+                raise BadRow(END, f"it ends in {self._shown(ids)} and eos is {self.tokenizer.eos_token}{END_WAY_OUT}")
+            return
+        trained = ids[labels != IGNORE]
+        if len(trained) in (0, len(ids)):
+            raise BadRow(MASK, f"{len(trained)} of {len(ids)} tokens are marked as the assistant's{MASK_WAY_OUT}")
+        num_ends, num_answers = int(np.count_nonzero(trained == self.eos)), sum(chat.trained)
+        if num_ends != num_answers:
+            raise BadRow(
+                END,
+                f"{num_answers} answers and {num_ends} trained {self.tokenizer.eos_token}; the trained tokens end in "
+                f"{self._shown(trained)}{END_WAY_OUT}",
+            )
+
+    def _shown(self, ids: np.ndarray) -> str:
+        return repr(self.tokenizer.decode(ids[-8:].tolist()))
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _parts(self, rows: list[list[tuple[str, bool]]], add_special_tokens: bool = False) -> list[Encoded]:
+        """Encode rows given as parts of (text, trained); special tokens that are added before the first part share its
+        label."""
+        if self.apart:
+            return self._encode_apart(rows, add_special_tokens)
+        texts = ["".join(text for text, _ in parts) for parts in rows]
+        encodings = self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        return [_masked(encoding, parts) for encoding, parts in zip(encodings, rows, strict=True)]
+
+    def _encode_apart(self, rows: list[list[tuple[str, bool]]], add_special_tokens: bool) -> list[Encoded]:
+        firsts = self.backend.encode_batch_fast([parts[0][0] for parts in rows], add_special_tokens=add_special_tokens)
+        others = self.backend.encode_batch_fast(
+            [text for parts in rows for text, _ in parts[1:]], add_special_tokens=False
         )
-    num_answers = sum(message["role"] == "assistant" for message in messages)
-    num_eos = trained.count(tokenizer.eos_token_id)
-    if num_eos != num_answers:
-        raise UserError(
-            f"each answer must end in one trained eos token, or the model never learns to stop: {place} has "
-            f"{num_answers} answers and {num_eos} trained {tokenizer.eos_token} (its trained tokens end in "
-            f"{tokenizer.decode(trained[-8:])!r}); set eos_token to the token that ends an answer in the chat "
-            "template, or chat_template_path to a template that writes the tokenizer's"
+        rest, encoded = iter(others), []
+        for first, parts in zip(firsts, rows, strict=True):
+            pieces = [first.ids, *(next(rest).ids for _ in parts[1:])]
+            if len(pieces) > 1 and add_special_tokens and pieces[0][-1:] == [self.eos]:
+                pieces[0] = pieces[0][:-1]  # of a tokenizer that ends whatever it encodes with eos
+            ids = np.array([*chain.from_iterable(pieces)], np.int32)
+            trained = np.repeat([trained for _, trained in parts], [len(piece) for piece in pieces])
+            encoded.append(Encoded(ids, np.where(trained, ids, np.int32(IGNORE))))
+        return encoded
+
+
+END_WAY_OUT = (
+    "; or the model never learns to stop. Set eos_token to the token that ends an answer in the chat template, or "
+    "chat_template_path to a template that writes the tokenizer's"
+)
+MASK_WAY_OUT = "; set chat_template_path to a template whose {% generation %} marks enclose the answers"
+
+
+def encodes_apart(backend: Tokenizer) -> bool:
+    """Whether parts of a text, encoded one by one, decode to the text: the tokenizer sets no space before each."""
+    parts = ["a user\n", " of", "it", "\n\nb"]
+    ids = [token for part in parts for token in backend.encode(part, add_special_tokens=False).ids]
+    return backend.decode(ids, skip_special_tokens=False) == "".join(parts)
+
+
+def _trained_spans(spans: list[Span], trained: list[bool]) -> list[Span]:
+    """Those of the template's marked spans whose answer is trained."""
+    if all(trained):
+        return [span for span in spans if span[1] > span[0]]
+    if len(spans) != len(trained):
+        raise BadRow(
+            MASK, f"{len(trained)} answers, some with loss weight 0, and {len(spans)} marked spans{MASK_WAY_OUT}"
         )
+    return [span for span, wanted in zip(spans, trained, strict=True) if wanted]
 
 
-def _check_end(place: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """With a loss on every token, eos ends the row; only white space may follow it (ChatML ends in a line break)."""
-    last = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] == tokenizer.eos_token_id), None)
-    if last is None or str(tokenizer.decode(ids[last + 1 :])).strip():
-        raise UserError(
-            f"a chat must end in the eos token, or the model never learns to stop: {place} ends in "
-            f"{tokenizer.decode(ids[-8:])!r} and eos is {tokenizer.eos_token}; set eos_token to the token that ends "
-            "an answer in the chat template, or chat_template_path to a template that writes the tokenizer's"
-        )
+def _parts(text: str, spans: list[Span]) -> list[tuple[str, bool]]:
+    """`text` cut at the borders of `spans`."""
+    parts, at = [], 0
+    for start, end in spans:
+        parts += [(text[at:start], False), (text[start:end], True)]
+        at = end
+    parts.append((text[at:], False))
+    return [part for part in parts if part[0]]
 
 
-def fit(batch: dict[str, list[Any]], max_length: int, split: bool) -> dict[str, list[Any]]:
-    """Bring tokenized rows to `max_length` tokens, and drop what then holds nothing to learn.
+def _masked(encoding: Encoding, parts: list[tuple[str, bool]]) -> Encoded:
+    """Labels of a text that was encoded as a whole: a token that reaches over a border belongs to what comes after."""
+    ids = np.array(encoding.ids, np.int32)
+    labels = np.full_like(ids, IGNORE)
+    first_char = first = 0
+    for number, (text, trained) in enumerate(parts, 1):
+        next_char = first_char + len(text)
+        after = len(ids) if number == len(parts) else _token_at(encoding, next_char, len(ids))
+        if trained:
+            labels[first:after] = ids[first:after]
+        first_char, first = next_char, after
+    return Encoded(ids, labels)
 
-    Args:
-        batch: `row`, `input_ids` and `labels`.
-        max_length: Tokens kept of a row, from its start.
-        split: Keep the rest of a long row too, as further rows (`packing_strategy: bfd_split`).
+
+def _token_at(encoding: Encoding, char: int, num_tokens: int) -> int:
+    """The token that holds character `char`, or the first one after it: a tokenizer may leave characters out."""
+    end = encoding.offsets[-1][1] if num_tokens else 0
+    found = (encoding.char_to_token(at) for at in range(char, end))
+    return next((token for token in found if token is not None), num_tokens)
+
+
+def _check_complete(text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+    """What a template drops in silence (a system turn, a tool's), nobody would miss before the model is used."""
+    for number, message in enumerate(messages, 1):
+        for shown in (message["content"], message.get("reasoning_content", "")):
+            if shown.strip() not in text:
+                raise BadRow(LOST, f"message {number} ({message['role']}) is not in what it writes")
+        for call in message.get("tool_calls", []):
+            if call["function"]["name"] not in text:
+                raise BadRow(LOST, f"message {number} calls {call['function']['name']}; see tool_turns")
+    for tool in tools or []:
+        name = tool["function"].get("name")
+        if name is not None and str(name) not in text:
+            raise BadRow(LOST, f"the description of the tool {name}; see tool_turns")
+
+
+# -- length --------------------------------------------------------------------------------------------------------
+
+NO_LABEL = "no trained token within max_length"
+TOO_LONG = "longer than max_length"
+
+
+def fit(row: Encoded, max_length: int, policy: str) -> tuple[list[Encoded], str | None]:
+    """Bring a row to at most `max_length` tokens by `truncation`'s policy ('drop', 'right' or 'split').
 
     Returns:
-        `row`, `input_ids`, `labels` and `num_trained` (labels that reach the loss, at least 1) of what is left.
+        The pieces that hold something to learn (one, unless split), and why there is none, or None.
     """
-    fitted: dict[str, list[Any]] = {"row": [], "input_ids": [], "labels": [], "num_trained": []}
-    for row, ids, labels in zip(batch["row"], batch["input_ids"], batch["labels"], strict=True):
-        for start in range(0, len(ids) if split else 1, max_length):
-            piece = labels[start : start + max_length]
-            if trained := num_trained(piece):
-                fitted["row"].append(row)
-                fitted["input_ids"].append(ids[start : start + max_length])
-                fitted["labels"].append(piece)
-                fitted["num_trained"].append(trained)
-    return fitted
+    length = len(row.ids)
+    if length > max_length and policy == "drop":
+        return [], TOO_LONG
+    starts = range(0, length if policy == "split" else 1, max_length)
+    pieces = [Encoded(row.ids[at : at + max_length], row.labels[at : at + max_length]) for at in starts]
+    pieces = [piece for piece in pieces if piece.num_trained]
+    return pieces, None if pieces else NO_LABEL

@@ -64,9 +64,10 @@ def batch(train: TrainArguments, world_size: int | None) -> list[str]:
 
 def evaluation(data: DataArguments, train: TrainArguments) -> list[str]:
     """Rows are held out if and only if they are evaluated on."""
-    held_out = bool(data.eval_samples or data.dataset_test_split)
+    held_out = bool(data.eval_samples or data.dataset_test_split or data.eval_datasets)
     if held_out and train.eval_strategy == "no":
-        return ["rows are held out (eval_samples or dataset_test_split) and eval_strategy is 'no'; set it to 'steps'"]
+        keys = "eval_samples, eval_datasets or dataset_test_split"
+        return [f"rows are held out ({keys}) and eval_strategy is 'no'; set it to 'steps'"]
     if not held_out and train.eval_strategy == "steps":
         return [f"eval_strategy is '{train.eval_strategy}' and nothing is held out; set eval_samples"]
     return []

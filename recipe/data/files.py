@@ -1,0 +1,269 @@
+"""Data files as chunks of rows: JSON lines, JSON, CSV and Parquet, the text formats also compressed (.gz, .zst).
+
+Nothing is interpreted but the file format. JSON lines are parsed in the workers; the process that reads only finds
+where lines end.
+"""
+
+import csv
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recipe.data.rows import MAX_ROW_BYTES, BadRow, Chunk, Row
+from recipe.errors import UserError
+
+CHUNK_ROWS, CHUNK_BYTES = 500, 1 << 20
+BOM = b"\xef\xbb\xbf"
+TOO_LARGE = f"larger than {MAX_ROW_BYTES >> 20} MiB"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of a JSON lines file; None stands for one that is too large."""
+
+    path: str
+    first: int
+    lines: list[bytes | None]
+    size: int
+
+    def rows(self) -> Iterator[Row]:
+        for number, line in enumerate(self.lines, self.first):
+            if line is None:
+                yield Row(number, {}, BadRow(TOO_LARGE))
+            elif line.strip():
+                yield _parse(number, line)
+
+    def place(self, number: int) -> str:
+        return f"{self.path}:{number}"
+
+
+@dataclass(frozen=True)
+class Values:
+    """Rows that the reading process has parsed, with the line on which each begins (JSON) or ends (CSV)."""
+
+    path: str
+    values: list[tuple[int, Any, BadRow | None]]
+    size: int
+
+    def rows(self) -> Iterator[Row]:
+        for number, value, problem in self.values:
+            yield _row(number, value) if problem is None else Row(number, {}, problem)
+
+    def place(self, number: int) -> str:
+        return f"{self.path}:{number}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a Parquet file or an Arrow data set."""
+
+    path: str
+    first: int
+    table: pa.Table
+    size: int
+
+    def rows(self) -> Iterator[Row]:
+        for number, fields in enumerate(self.table.to_pylist(), self.first):
+            yield Row(number, fields)
+
+    def place(self, number: int) -> str:
+        return f"{self.path} row {number}"
+
+
+def _parse(number: int, line: bytes) -> Row:
+    try:
+        return _row(number, json.loads(line))
+    except json.JSONDecodeError as error:
+        return Row(number, {}, BadRow("not valid JSON", f"{error.msg} at column {error.colno}"))
+    except UnicodeDecodeError as error:
+        return Row(number, {}, BadRow("not UTF-8", f"{error.reason} at byte {error.start + 1}"))
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+        return Row(number, {}, BadRow("not valid JSON", str(error)))
+
+
+def _row(number: int, value: Any) -> Row:
+    if isinstance(value, dict):
+        return Row(number, value)
+    return Row(number, {}, BadRow("not a JSON object", f"but {type(value).__name__}"))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """The decompressed content, and how many bytes of the file have been read.
+
+    Raises:
+        UserError: the file ends early, or is not compressed as its name says.
+    """
+    try:
+        with path.open("rb") as raw:
+            if path.suffix == ".gz":
+                yield cast(IO[bytes], gzip.GzipFile(fileobj=raw)), raw.tell
+            elif path.suffix == ".zst":
+                stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
+                yield io.BufferedReader(stream, CHUNK_BYTES), raw.tell
+            else:
+                yield raw, raw.tell
+    except (EOFError, OSError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error or type(error).__name__}") from None
+
+
+def read_lines(path: Path) -> Iterator[Chunk]:
+    """One JSON object a line, UTF-8; empty lines are passed over. A line that does not parse is a bad row."""
+    with _opened(path) as (file, position):
+        number, before = 1, 0
+        lines: list[bytes | None] = []
+        first, held = number, 0
+        while line := file.readline(MAX_ROW_BYTES + 1):
+            kept: bytes | None = line
+            while len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
+                kept, line = None, file.readline(MAX_ROW_BYTES + 1)
+            if number == 1 and kept is not None:
+                kept = kept.removeprefix(BOM)
+            lines.append(kept)
+            held += len(kept or b"")
+            number += 1
+            if len(lines) == CHUNK_ROWS or held > CHUNK_BYTES:
+                yield Lines(str(path), first, lines, position() - before)
+                before, lines, first, held = position(), [], number, 0
+        if lines:
+            yield Lines(str(path), first, lines, position() - before)
+
+
+def read_json(path: Path) -> Iterator[Chunk]:
+    """A JSON list of objects, read as a whole; a file that does not begin with '[' is taken as JSON lines."""
+    with _opened(path) as (file, position):
+        content = file.read(4096).removeprefix(BOM)
+        is_list = content.lstrip().startswith(b"[")
+        if is_list:
+            content += file.read()
+    if not is_list:
+        yield from read_lines(path)
+        return
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}:{line}: not UTF-8: {error.reason}; write the file anew as UTF-8") from None
+    yield from _chunked(str(path), _items(path, text), len(content))
+
+
+def _items(path: Path, text: str) -> Iterator[tuple[int, Any, None]]:
+    """The items of the list `text`, each with the line on which it begins."""
+    decoder = json.JSONDecoder()
+    at, line, counted = text.index("[") + 1, 1, 0
+    first = True
+    while True:
+        at = _skip(text, at)
+        if text[at : at + 1] == "]":
+            return
+        if not first:
+            if text[at : at + 1] != ",":
+                _refuse(path, text, at, "expected ',' or ']'")
+            at = _skip(text, at + 1)
+        first = False
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            _refuse(path, text, error.pos, error.msg)
+        except RecursionError:
+            _refuse(path, text, at, "nested too deeply")
+        yield line, value, None
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
+
+
+def _refuse(path: Path, text: str, at: int, why: str) -> None:
+    line = text.count("\n", 0, at) + 1
+    raise UserError(f"{path}:{line}: not valid JSON: {why} at column {at - text.rfind(chr(10), 0, at)}")
+
+
+def read_csv(path: Path) -> Iterator[Chunk]:
+    """CSV with a header line; every field is text. A row's number is the line on which it ends."""
+    csv.field_size_limit(sys.maxsize)  # the default, 128 KiB, is shorter than a long document
+    with _opened(path) as (file, position):
+        reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+
+        def values() -> Iterator[tuple[int, Any, BadRow | None]]:
+            for fields in reader:
+                surplus = fields.pop(None, None)  # DictReader's key of surplus fields
+                short = [key for key, value in fields.items() if value is None]
+                problem = None
+                if surplus or short:
+                    which = f"{len(surplus)} more" if surplus else f"{len(short)} fewer"
+                    problem = BadRow("not as many fields as the header", which)
+                yield reader.line_num, fields, problem
+
+        try:
+            yield from _chunked(str(path), values(), path.stat().st_size, position)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{path}:{reader.line_num}: not valid CSV: {error}; mend the file") from None
+
+
+def _chunked(
+    path: str, values: Iterator[tuple[int, Any, BadRow | None]], total: int, position: Callable[[], int] | None = None
+) -> Iterator[Chunk]:
+    held: list[tuple[int, Any, BadRow | None]] = []
+    before = 0
+    for value in values:
+        held.append(value)
+        if len(held) == CHUNK_ROWS:
+            now = position() if position else before
+            yield Values(path, held, now - before)
+            before, held = now, []
+    yield Values(path, held, total - before)
+
+
+def read_parquet(path: Path) -> Iterator[Chunk]:
+    """A Parquet file, in batches."""
+    try:
+        with pq.ParquetFile(path) as file:
+            first, share = 1, path.stat().st_size / max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=CHUNK_ROWS):
+                yield Table(str(path), first, pa.Table.from_batches([batch]), round(share * batch.num_rows))
+                first += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable Parquet file: {error}") from None
+
+
+def read_dataset(name: str, dataset: datasets.Dataset) -> Iterator[Chunk]:
+    """A data set of `datasets`, in batches; its size counts rows."""
+    for first in range(0, len(dataset), CHUNK_ROWS):
+        rows = range(first, min(first + CHUNK_ROWS, len(dataset)))
+        part = dataset.select(rows).with_format("arrow")[:]
+        # A slice would be sent to a worker with all of the buffers that it is a slice of.
+        yield Table(name, first + 1, part.take(np.arange(len(rows))), len(rows))
+
+
+READERS: dict[str, Callable[[Path], Iterator[Chunk]]] = {
+    ".jsonl": read_lines,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}
+COMPRESSED = (".gz", ".zst")
+
+
+def format_of(path: Path) -> str | None:
+    """The key of `READERS` that the name of `path` asks for; None where there is none."""
+    plain = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    suffix = plain.suffix.lower()
+    if suffix not in READERS or (plain != path and suffix == ".parquet"):
+        return None
+    return suffix
