@@ -26,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"recipe: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except BrokenPipeError:  # `recipe ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print(f"recipe: {args.command} was interrupted", file=sys.stderr, flush=True)
         return 130
@@ -41,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(takes_keys=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _check(commands.add_parser("check", allow_abbrev=False, help="list every problem of a run before it is queued"))
+    _data(
+        commands.add_parser("data", allow_abbrev=False, help="prepare a run's data, and show what the model will see")
+    )
     _verify(commands.add_parser("verify", help="read a checkpoint back, and say whether it is what was written"))
     _export(commands.add_parser("export", help="make a Hugging Face folder of a checkpoint, without its run"))
     _spread(commands.add_parser("spread", help="print a spread as shell variables, for torchrun in accelerate's place"))
@@ -73,6 +79,26 @@ def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world_size", type=int, metavar="N", help="ranks (GPUs) of the run")
     parser.add_argument("--cpu", action="store_true", help="the run's ranks have no GPU")
     parser.add_argument("--json", action="store_true", help="print problems and warnings as JSON")
+    parser.set_defaults(run=run, takes_keys=True)
+
+
+def _data(parser: argparse.ArgumentParser) -> None:
+    def run(args: argparse.Namespace, keys: list[str]) -> None:
+        from recipe.arguments import parse_arguments
+        from recipe.data.command import show
+
+        show(parse_arguments(keys), args.samples, args.html, args.json)
+
+    parser.usage = (
+        "recipe data [--samples N] [--html FILE] [--json] --config CONFIG [--data PATH ...] [--key value ...]"
+    )
+    parser.description = (
+        "Reads, checks, tokenizes and packs the data of a run, once; training with the same keys then maps what lies "
+        "in data_cache_dir. No GPU and no weights are needed."
+    )
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help="rows to show (default 3)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the same as a page, with histograms")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run, takes_keys=True)
 
 

@@ -137,12 +137,15 @@ def data_on_every_rank(
 ) -> PreparedData:
     """Rank 0 prepares the data, or finds them prepared; then the first rank of each node that does not see its folder;
     the others map what is there by then. What is wrong with the data is found once, and said by every rank."""
-    data = None
-    with rendezvous.all_or_none("data"):
-        if rendezvous.rank == 0:
+    data, problems = None, []
+    if rendezvous.rank == 0:
+        try:
             data = prepare(data_args, train_args, tokenizer)
             raise_if(rows(train_args, len(data.train)))
-    name = rendezvous.from_main("data's name", data.fingerprint if data else None)
+        except UserError as error:
+            problems = error.problems
+    problems, name = rendezvous.from_main("data", [problems, data.fingerprint if data else None])
+    raise_if(problems)
     with rendezvous.all_or_none("data on every node"):
         if data is None and os.environ.get("LOCAL_RANK", "0") == "0":
             data = load(data_args, train_args, tokenizer, name) or prepare(data_args, train_args, tokenizer)

@@ -25,6 +25,7 @@ from recipe.arguments import TrainArguments
 from recipe.callbacks.meter import StepMeter
 from recipe.checkpoint.saver import Outcome, Saver
 from recipe.export import drain, write_export
+from recipe.isolation import check_isolation
 from recipe.loading import StreamingLoader, Weights
 from recipe.loss import attach_summed_loss
 from recipe.model import torch_dtype
@@ -80,6 +81,7 @@ class RecipeTrainer(SFTTrainer):
         super().__init__(processing_class=found.tokenizer, optimizer_cls_and_kwargs=optimizer, **kwargs)
         self.remove_callback(PrinterCallback)  # it prints every log line; the progress bar shows what matters
         attach_summed_loss(self.model)
+        self.isolation = self._check_isolation()
         self.data_collator: Any = FingerprintedBatches(self.data_collator)
 
     # -- assembly --------------------------------------------------------------------------------------------------
@@ -94,6 +96,18 @@ class RecipeTrainer(SFTTrainer):
             self._shard(read_weights=resume_from_checkpoint is None)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
+    def _check_isolation(self) -> list[str]:
+        """That packed rows cannot see each other here, before it costs anything; lines for the log."""
+        packed = [
+            rows for rows in (self.train_dataset, self.eval_dataset) if rows and "seq_lengths" in rows.column_names
+        ]
+        if not packed:
+            return []
+        config, attention = self.found.config, self.model.config._attn_implementation
+        trust = self.args.trust_remote_code
+        with ranks.all_or_none("checking that packed rows are apart"):
+            return [check_isolation(config, attention, self.args.device, self.data_collator, packed[0], trust)]
+
     def _shard(self, read_weights: bool) -> None:
         began = time.perf_counter()
         weights = Weights(self.found.folder) if read_weights and ranks.is_main() else None
@@ -105,6 +119,7 @@ class RecipeTrainer(SFTTrainer):
         self.run_state = RunState(self.found, self.model, sharding, self.run, self.origin, self.watchdog.at)
         args, world_size = self.args, self.accelerator.num_processes
         lines = [
+            *self.isolation,
             *sharding.lines(),
             f"global batch {args.global_batch_size} = {args.per_device_train_batch_size} samples x "
             f"{args.gradient_accumulation_steps} accumulated x {world_size} ranks; {args.max_steps} steps",

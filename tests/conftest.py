@@ -163,7 +163,10 @@ class Launcher:
     def command(self, run_dir: Path, keys: dict[str, Any]) -> list[str]:
         """The entry's arguments."""
         values = {**self.defaults, "output_dir": run_dir, **keys}
-        return [part for key, value in values.items() if value is not None for part in (f"--{key}", str(value))]
+        asked = {
+            key: value if isinstance(value, list) else [value] for key, value in values.items() if value is not None
+        }
+        return [part for key, parts in asked.items() for part in (f"--{key}", *map(str, parts))]
 
     def start(
         self,

@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.conftest import ROOT
 
@@ -36,7 +36,7 @@ except UserError as error:
 
 @dataclass
 class Repository:
-    """A model on the stand-in. `sizes` is what its list says of files, where that is not their length."""
+    """A model or data set on the stand-in. `sizes` is what its list says of files, where that is not their length."""
 
     files: dict[str, bytes]
     gated: bool = False
@@ -45,7 +45,7 @@ class Repository:
 
     @property
     def commit(self) -> str:
-        return hashlib.sha1("".join(self.files).encode()).hexdigest()
+        return hashlib.sha1(b"".join([*map(str.encode, self.files), *self.files.values()])).hexdigest()
 
     def has(self, revision: str) -> bool:
         return revision in ("main", "v1", self.commit)
@@ -55,7 +55,10 @@ class Repository:
 
 
 class Hub:
-    """The server; `requests` is what it was asked, as 'METHOD path'. `says` answers everything, as (status, text)."""
+    """The server; `requests` is what it was asked, as 'METHOD path'. `says` answers everything, as (status, text).
+
+    Data sets are `repositories` with 'datasets/' before their names, as in the hub's addresses.
+    """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
@@ -88,6 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.answer()
 
+    def do_POST(self) -> None:
+        self.form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self.answer()
+
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -97,11 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
-    def refuse(self, status: int, message: str, code: str | None = None) -> None:
-        headers = {"X_Error_Message": message, **({"X_Error_Code": code} if code else {})}
+    def refuse(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
+        headers |= {"X_Error_Message": message, **({"X_Error_Code": code} if code else {})}
         self.send(status, json.dumps({"error": message}).encode(), Content_Type="application/json", **headers)
 
     def send_json(self, value: object) -> None:
@@ -110,9 +117,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _answer(hub: Hub, to: _Handler) -> None:
     parts = [unquote(part) for part in urlsplit(to.path).path.strip("/").split("/")]
-    api = parts[:2] == ["api", "models"]
-    parts = parts[2:] if api else parts
-    name, rest = "/".join(parts[:2]), parts[2:]
+    api = parts[0] == "api"
+    parts = parts[1:] if api else parts
+    parts = parts[1:] if parts[0] == "models" else parts
+    at = 3 if parts[0] == "datasets" else 2
+    name, rest = "/".join(parts[:at]), parts[at:]
     token = to.headers.get("Authorization", "").removeprefix("Bearer ") or None
     if hub.says is not None:
         status, text = hub.says
@@ -122,10 +131,12 @@ def _answer(hub: Hub, to: _Handler) -> None:
     repository = hub.repositories.get(name)
     if repository is None or (repository.private and token != MEMBER):
         return to.refuse(401 if token is None else 404, "Repository not found", "RepoNotFound")
-    if rest[:1] in (["revision"], ["tree"], ["resolve"]) and not repository.has(rest[1]):
+    if rest[:1] in (["revision"], ["tree"], ["resolve"], ["paths-info"]) and not repository.has(rest[1]):
         return to.refuse(404, f"Invalid rev id: {rest[1]}", "RevisionNotFound")
+    if api and rest[:1] == ["paths-info"]:
+        return to.send_json([file for file in _tree(repository) if file["path"] in to.form["paths"]])
     if api:
-        return to.send_json(_listing(repository, tree=rest[:1] == ["tree"], name=name))
+        return to.send_json(_tree(repository) if rest[:1] == ["tree"] else _about(repository, name))
     if repository.gated and token is None:
         return to.refuse(401, f"Access to model {name} is restricted. Please log in.", "GatedRepo")
     if repository.gated and token == NARROW:
@@ -134,17 +145,19 @@ def _answer(hub: Hub, to: _Handler) -> None:
         return to.refuse(403, f"Access to model {name} is restricted. Visit its page to ask for it.", "GatedRepo")
     path = "/".join(rest[2:])
     if path not in repository.files:
-        return to.refuse(404, "Entry not found", "EntryNotFound")
+        return to.refuse(404, "Entry not found", "EntryNotFound", X_Repo_Commit=repository.commit)
     content = repository.files[path]
     to.send(200, content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', X_Repo_Commit=repository.commit)
 
 
-def _listing(repository: Repository, tree: bool, name: str) -> object:
-    if tree:
-        return [
-            {"type": "file", "path": path, "size": repository.size(path), "oid": hashlib.sha1(content).hexdigest()}
-            for path, content in repository.files.items()
-        ]
+def _tree(repository: Repository) -> list[dict[str, object]]:
+    return [
+        {"type": "file", "path": path, "size": repository.size(path), "oid": hashlib.sha1(content).hexdigest()}
+        for path, content in repository.files.items()
+    ]
+
+
+def _about(repository: Repository, name: str) -> object:
     siblings = [{"rfilename": path, "size": repository.size(path)} for path in repository.files]
     return {"id": name, "sha": repository.commit, "private": repository.private, "siblings": siblings, "tags": []}
 

@@ -260,3 +260,25 @@ def test_prepared_data_are_not_prepared_again(activated):
     values = activated(assistant_only_loss=True, chat_template_path="llama2")
     assert values["dataset_kwargs"] == {"skip_prepare_dataset": True}
     assert (values["assistant_only_loss"], values["chat_template_path"]) == (False, None)
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+def test_data_may_be_given_more_than_once(config):
+    argv = config("dataset_name: a.jsonl\nseed: 3\n")
+    data, _, train = parse_arguments(
+        [*argv, "--data", "b.jsonl", "--max_steps", "5", "--data=c*.json", "--data", "d", "e"]
+    )
+    assert data.data == ["b.jsonl", "c*.json", "d", "e"]
+    assert (data.dataset_name, train.seed, train.max_steps) == ("a.jsonl", 3, 5)
+    assert refused([*argv, "--data"]) == ["argument --data: expected at least one argument"]
+
+
+def test_a_list_of_sources_in_the_yaml(config):
+    argv = config(
+        "datasets:\n- a.jsonl\n- {path: b.jsonl, weight: 2, split: train}\neval_datasets: [{path: c.jsonl}]\n"
+    )
+    data = parse_arguments(argv)[0]
+    assert data.datasets == ["a.jsonl", {"path": "b.jsonl", "weight": 2, "split": "train"}]
+    assert data.eval_datasets == [{"path": "c.jsonl"}]

@@ -68,7 +68,7 @@ def test_row_without_an_answer(launch: Launcher, tmp_path: Path) -> None:
     data = write_chats(tmp_path / "data.jsonl", 10)
     with data.open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
-    refused(launch(tmp_path / "run", dataset_name=data), "line 11 has no assistant message")
+    refused(launch(tmp_path / "run", dataset_name=data), "data.jsonl:11: no answer: there is no assistant's message\n")
 
 
 def test_other_runs_folder(launch: Launcher, tmp_path: Path) -> None:

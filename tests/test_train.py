@@ -1,6 +1,7 @@
 """End to end through the real entry on two gloo ranks: train, checkpoint, resume, export, reload; FSDP1 and FSDP2."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner, _load_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tests.conftest import Launcher, write_model
+from recipe.checkpoint.manifest import Manifest
+from tests.conftest import Launcher, write_chats, write_model
 
 pytestmark = pytest.mark.slow
 SPREADS = ("fsdp1_cpu_2rank", "fsdp2_cpu_2rank")
@@ -189,8 +191,22 @@ def test_tied_embeddings_stay_tied(spread: str, launch: Launcher, tied_model: Pa
     assert run.column("loss")[-1] < run.column("loss")[0]
 
 
-def test_evaluation_does_not_depend_on_the_ranks(launch: Launcher, tmp_path: Path) -> None:
-    """T12: 7 rows on two ranks finish, and count once each."""
+def test_a_checkpoint_says_where_its_data_are_from_and_the_log_that_rows_are_apart(
+    launch: Launcher, chats: Path, tmp_path: Path
+) -> None:
+    other = write_chats(tmp_path / "other.jsonl", num_rows=10, seed=9)
+    keys = {"packing": True, "save_steps": 2, "max_steps": 2, "export": False}
+    run = launch(tmp_path / "run", data=[str(chats), str(other)], **keys).ok()
+    assert "rows of a block come out of a small LlamaForCausalLM (sdpa) as they do alone" in run.log
+    assert f"{chats}: messages, 39 rows read, 39 kept" in run.log
+    first, second = Manifest.read(run.run_dir / "checkpoint-2").details["data"]
+    assert (first["source"], first["format"], first["rows"]) == (str(chats), "messages", 39)
+    assert (second["source"], second["rows"]) == (str(other), 10) and first["content"] != second["content"]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_evaluation_does_not_depend_on_the_ranks(packing: bool, launch: Launcher, tmp_path: Path) -> None:
+    """T12: 7 rows (or 3 blocks) on two ranks finish, and count once each."""
     losses = []
     for processes in (1, 2):
         run = launch(
@@ -201,8 +217,10 @@ def test_evaluation_does_not_depend_on_the_ranks(launch: Launcher, tmp_path: Pat
             eval_steps=2,
             per_device_eval_batch_size=2,
             export=False,
+            packing=packing,
         ).ok()
         losses.append(run.column("eval_loss"))
+        assert run.column("eval_perplexity") == pytest.approx([math.exp(loss) for loss in losses[-1]])
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], abs=2e-6)
 
 

@@ -100,6 +100,8 @@ def check(data_args: DataArguments, train_args: TrainArguments) -> list[str]:
             f"packing_strategy '{train_args.packing_strategy}' is not supported: blocks hold whole rows; set bfd, and "
             "truncation: split for rows that are longer than a block"
         )
+    if train_args.eval_packing and not train_args.packing:
+        problems.append("eval_packing is true and packing is not; set packing: true, or leave eval_packing out")
     if train_args.truncation_mode != "keep_start":
         problems.append(f"truncation_mode '{train_args.truncation_mode}' is not supported; see truncation")
     if train_args.dataset_num_proc is not None and train_args.dataset_num_proc < 1:

@@ -3,6 +3,7 @@
 The result depends on the content and the settings alone: neither on the number of processes nor on the machine.
 """
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ class Batch:
     Attributes:
         ids, labels: of all pieces, [tokens].
         piece_lengths, piece_trained: tokens, and labels that reach the loss, [pieces].
-        row_pieces, row_hashes, row_truncated: pieces, digest of all tokens, whether it was too long, [kept rows].
+        row_pieces, row_hashes, row_lengths: pieces, digest of all tokens, tokens before truncation, [kept rows].
         lengths: tokens of every row that could be encoded, kept or not.
         left_out: (reason, detail, place, whether it is a bad row) of each row that is not kept.
     """
@@ -52,7 +53,7 @@ class Batch:
     piece_trained: np.ndarray
     row_pieces: np.ndarray
     row_hashes: np.ndarray
-    row_truncated: np.ndarray
+    row_lengths: np.ndarray
     lengths: np.ndarray
     left_out: list[tuple[str, str, str, bool]]
 
@@ -83,7 +84,7 @@ class RowWork:
                 left_out.append((error.reason, error.detail, chunk.place(row.number), True))
             except Dropped as error:
                 left_out.append((error.reason, "", chunk.place(row.number), False))
-        pieces, row_pieces, hashes, truncated, lengths = [], [], [], [], []
+        pieces, row_pieces, hashes, kept_lengths, lengths = [], [], [], [], []
         for number, encoded in zip(numbers, self.encoder.encode(examples), strict=True):
             if isinstance(encoded, BadRow):
                 left_out.append((encoded.reason, encoded.detail, chunk.place(number), True))
@@ -96,7 +97,7 @@ class RowWork:
             pieces += kept
             row_pieces.append(len(kept))
             hashes.append(xxhash.xxh3_64_intdigest(encoded.ids.data))
-            truncated.append(len(encoded.ids) > self.max_length)
+            kept_lengths.append(len(encoded.ids))
         empty = [np.zeros(0, np.int32)]
         return Batch(
             chunk.size,
@@ -107,7 +108,7 @@ class RowWork:
             np.array([piece.num_trained for piece in pieces], np.int32),
             np.array(row_pieces, np.int32),
             np.array(hashes, np.uint64),
-            np.array(truncated, bool),
+            np.array(kept_lengths, np.int32),
             np.array(lengths, np.int32),
             left_out,
         )
@@ -147,7 +148,7 @@ class Stage:
     piece_trained: np.ndarray
     row_pieces: np.ndarray
     row_hashes: np.ndarray
-    row_truncated: np.ndarray
+    row_lengths: np.ndarray
     lengths: np.ndarray
     rows_read: int
     bad: LeftOut
@@ -183,6 +184,8 @@ class Builder:
     def build(self, train: list[Input], test: list[Input], scratch: Path, result: Path) -> None:
         args = self.train_args
         assert args.max_length is not None, "check() refuses a run without max_length"
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()  # they would fill a log
         stages = [self._encode(one, scratch / f"{at}.arrow") for at, one in enumerate([*train, *test])]
         check_bad(
             [stage.bad for stage in stages], sum(stage.rows_read for stage in stages), self.data_args.max_bad_rows
@@ -261,7 +264,7 @@ class Builder:
             joined("piece_trained", np.int32),
             joined("row_pieces", np.int32),
             joined("row_hashes", np.uint64),
-            joined("row_truncated", bool),
+            joined("row_lengths", np.int32),
             joined("lengths", np.int32),
             rows_read,
             bad,
@@ -338,13 +341,14 @@ class Split:
 
     def _report(self, dataset: datasets.Dataset, lengths: np.ndarray, trained: np.ndarray) -> SplitReport:
         hashes, tokens = self.hashes(), int(lengths.sum())
+        row_lengths = np.concatenate([stage.row_lengths[rows] for stage, rows in self._parts()])
         return SplitReport(
-            sum(len(rows) for rows in self.rows),
-            int(sum(stage.row_truncated[rows].sum() for stage, rows in self._parts())),
+            len(row_lengths),
+            int((row_lengths > self.max_length).sum()),
             len(hashes) - len(np.unique(hashes)),
             tokens,
             int(trained.sum()),
-            Lengths.of(np.concatenate([stage.lengths for stage in self.stages])),
+            Lengths.of(row_lengths),
             _tenths(trained / lengths),
             len(dataset) if self.packing else None,
             tokens / (len(dataset) * self.max_length) if self.packing else None,

@@ -5,6 +5,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -26,7 +27,7 @@ class Digests:
         known = self._read()
         place, state = str(path.resolve()), _state(path)
         entry = known.get(place)
-        if entry and entry["state"] == state:
+        if isinstance(entry, dict) and entry.get("state") == state and isinstance(entry.get("digest"), str):
             return entry["digest"]
         digest = xxhash.xxh3_128()
         with path.open("rb", buffering=0) as file:
@@ -37,19 +38,22 @@ class Digests:
             self._write(self._read() | {place: {"state": state, "digest": digest.hexdigest()}})
         return digest.hexdigest()
 
-    def _read(self) -> dict[str, dict]:
+    def _read(self) -> dict[str, Any]:
         try:
             known = json.loads(self.memo.read_text())
         except (OSError, ValueError):
             return {}
         return known if isinstance(known, dict) else {}
 
-    def _write(self, known: dict[str, dict]) -> None:
+    def _write(self, known: dict[str, Any]) -> None:
         draft = self.memo.with_name(f"{self.memo.name}.{os.uname().nodename}.{os.getpid()}")
         with suppress(OSError):  # a folder that takes no file costs the next start the reading, and nothing else
             self.memo.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(known, indent=1))
-            draft.replace(self.memo)
+            try:
+                draft.write_text(json.dumps(known, indent=1))
+                draft.replace(self.memo)
+            finally:
+                draft.unlink(missing_ok=True)
 
 
 def _state(path: Path) -> dict[str, int]:

@@ -8,7 +8,6 @@ import csv
 import gzip
 import io
 import json
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,8 +74,17 @@ class Table:
     size: int
 
     def rows(self) -> Iterator[Row]:
-        for number, fields in enumerate(self.table.to_pylist(), self.first):
-            yield Row(number, fields)
+        try:
+            rows = [Row(number, fields) for number, fields in enumerate(self.table.to_pylist(), self.first)]
+        except (ValueError, OverflowError):  # of some of the rows: text that is not UTF-8, a date after the year 9999
+            rows = [self._row(at) for at in range(self.table.num_rows)]
+        yield from rows
+
+    def _row(self, at: int) -> Row:
+        try:
+            return Row(self.first + at, *self.table.slice(at, 1).to_pylist())
+        except (ValueError, OverflowError) as error:
+            return Row(self.first + at, {}, BadRow("a value that cannot be read", str(error)))
 
     def place(self, number: int) -> str:
         return f"{self.path} row {number}"
@@ -86,7 +94,7 @@ def _parse(number: int, line: bytes) -> Row:
     try:
         return _row(number, json.loads(line))
     except json.JSONDecodeError as error:
-        return Row(number, {}, BadRow("not valid JSON", f"{error.msg} at column {error.colno}"))
+        return Row(number, {}, BadRow("not valid JSON", f"{error.msg} at column {error.pos + 1}"))
     except UnicodeDecodeError as error:
         return Row(number, {}, BadRow("not UTF-8", f"{error.reason} at byte {error.start + 1}"))
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
@@ -108,9 +116,10 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """
     try:
         with path.open("rb") as raw:
-            if path.suffix == ".gz":
+            suffix = path.suffix.lower()
+            if suffix == ".gz":
                 yield cast(IO[bytes], gzip.GzipFile(fileobj=raw)), raw.tell
-            elif path.suffix == ".zst":
+            elif suffix == ".zst":
                 stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
                 yield io.BufferedReader(stream, CHUNK_BYTES), raw.tell
             else:
@@ -143,7 +152,7 @@ def read_lines(path: Path) -> Iterator[Chunk]:
 
 def read_json(path: Path) -> Iterator[Chunk]:
     """A JSON list of objects, read as a whole; a file that does not begin with '[' is taken as JSON lines."""
-    with _opened(path) as (file, position):
+    with _opened(path) as (file, _):
         content = file.read(4096).removeprefix(BOM)
         is_list = content.lstrip().startswith(b"[")
         if is_list:
@@ -156,7 +165,7 @@ def read_json(path: Path) -> Iterator[Chunk]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}:{line}: not UTF-8: {error.reason}; write the file anew as UTF-8") from None
-    yield from _chunked(str(path), _items(path, text), len(content))
+    yield from _chunked(str(path), _items(path, text), path.stat().st_size)
 
 
 def _items(path: Path, text: str) -> Iterator[tuple[int, Any, None]]:
@@ -167,6 +176,9 @@ def _items(path: Path, text: str) -> Iterator[tuple[int, Any, None]]:
     while True:
         at = _skip(text, at)
         if text[at : at + 1] == "]":
+            at = _skip(text, at + 1)
+            if at < len(text):
+                _refuse(path, text, at, "more after the end of the list")
             return
         if not first:
             if text[at : at + 1] != ",":
@@ -180,6 +192,8 @@ def _items(path: Path, text: str) -> Iterator[tuple[int, Any, None]]:
             _refuse(path, text, error.pos, error.msg)
         except RecursionError:
             _refuse(path, text, at, "nested too deeply")
+        except ValueError as error:  # a number of thousands of digits
+            _refuse(path, text, at, str(error))
         yield line, value, None
 
 
@@ -196,24 +210,39 @@ def _refuse(path: Path, text: str, at: int, why: str) -> None:
 
 def read_csv(path: Path) -> Iterator[Chunk]:
     """CSV with a header line; every field is text. A row's number is the line on which it ends."""
-    csv.field_size_limit(sys.maxsize)  # the default, 128 KiB, is shorter than a long document
+    # The default, 128 KiB, is shorter than a long document; without any, a quote that is not closed takes all the rest.
+    csv.field_size_limit(MAX_ROW_BYTES)
+    ended = 0
     with _opened(path) as (file, position):
-        reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+        # What is not UTF-8 is of one row, and text is decoded in blocks ahead of the rows.
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.DictReader(text, strict=True)
 
         def values() -> Iterator[tuple[int, Any, BadRow | None]]:
+            nonlocal ended
+            if reader.fieldnames:
+                ended = reader.line_num
             for fields in reader:
-                surplus = fields.pop(None, None)  # DictReader's key of surplus fields
-                short = [key for key, value in fields.items() if value is None]
-                problem = None
-                if surplus or short:
-                    which = f"{len(surplus)} more" if surplus else f"{len(short)} fewer"
-                    problem = BadRow("not as many fields as the header", which)
-                yield reader.line_num, fields, problem
+                ended = reader.line_num
+                surplus = cast(list[str], fields.pop(None, []))  # DictReader's key of surplus fields
+                yield ended, fields, _csv_problem(fields, surplus)
 
         try:
             yield from _chunked(str(path), values(), path.stat().st_size, position)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{path}:{reader.line_num}: not valid CSV: {error}; mend the file") from None
+        except csv.Error as error:
+            raise UserError(f"{path}:{ended + 1}: not valid CSV: {error}; mend the row that begins there") from None
+
+
+def _csv_problem(fields: dict[str, str | None], surplus: list[str]) -> BadRow | None:
+    values = [value for value in fields.values() if value is not None]
+    if surplus or len(values) < len(fields):
+        which = f"{len(surplus)} more" if surplus else f"{len(fields) - len(values)} fewer"
+        return BadRow("not as many fields as the header", which)
+    try:
+        "".join([*fields, *values]).encode()
+    except UnicodeEncodeError as error:
+        return BadRow("not UTF-8", f"byte {ord(error.object[error.start]) - 0xDC00:#x}")
+    return None
 
 
 def _chunked(

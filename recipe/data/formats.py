@@ -92,10 +92,11 @@ def _prompt_completion(fields: dict[str, Any], reading: Reading) -> Text:
 
 
 def _prompt_completion_chat(fields: dict[str, Any], reading: Reading) -> Chat:
-    prompt, completion = _turns(fields, "prompt"), _turns(fields, "completion")
+    prompt, completion = (_turns(fields, column, f"{column} message") for column in ("prompt", "completion"))
     if reading.completion_only:
         prompt = [turn._replace(trained=False) for turn in prompt]
-    return reading.turns.chat([*prompt, *completion], _tools(fields.get("tools")))
+    chat = reading.turns.chat([*prompt, *completion], _tools(fields.get("tools")))
+    return chat._replace(answers_only=reading.completion_only)
 
 
 def _plain_text(fields: dict[str, Any], reading: Reading) -> Text:
@@ -131,13 +132,13 @@ def recognise(fields: dict[str, Any], text_field: str, text_field_asked: bool) -
     return TEXT if text_field in fields else None
 
 
-def _turns(fields: dict[str, Any], column: str) -> list[Turn]:
+def _turns(fields: dict[str, Any], column: str, called: str = "message") -> list[Turn]:
     value = fields.get(column)
     if column not in fields:
         raise BadRow("missing column", f"'{column}'; its columns are {', '.join(map(str, fields)) or '(none)'}")
     if not isinstance(value, list):
         raise BadRow("not a list of messages", f"'{column}' is {type(value).__name__}")
-    return [parse_turn(f"message {number}", turn) for number, turn in enumerate(value, 1)]
+    return [parse_turn(f"{called} {number}", turn) for number, turn in enumerate(value, 1)]
 
 
 def _text(fields: dict[str, Any], column: str) -> str:
@@ -155,12 +156,14 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow("tools are not valid JSON", str(error)) from None
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRow("tools are not a list of functions", type(value).__name__)
     tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
-    check_text("tools", json.dumps(tools, ensure_ascii=False))
+    if not all(isinstance(tool["function"], dict) and isinstance(tool["function"].get("name"), str) for tool in tools):
+        raise BadRow("tools are not a list of functions", "one has no name of a function")
+    check_text("tools", json.dumps(tools, ensure_ascii=False, default=str))
     return tools

@@ -18,6 +18,7 @@ SYNONYMS = {
     "observation": "tool",
     "function": "tool",
 }
+THOUGHTS = "reasoning_content"
 WEIGHTS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's word for "train on this turn"
 
 
@@ -32,11 +33,15 @@ class Turn(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """What a template is applied to: messages, the tools they may call, and for each answer whether it is trained."""
+    """What a template is applied to: messages, the tools they may call, and for each answer whether it is trained.
+
+    `answers_only`: nothing but answers is trained, whatever the run says of its other chats.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     trained: list[bool]
+    answers_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,10 @@ class Turns:
         for turn in turns:
             if not turn.content.strip() and "tool_calls" not in turn.extra:
                 self._allow("empty_content", "empty message", f"{turn.where} ({turn.role}) has no text")
+        _check_system(turns)
         turns = self._trim(turns)
         turns = self._merge(turns)
-        _check_order(turns)
+        _check_answers(turns)
         messages = [{"role": turn.role, "content": turn.content, **turn.extra} for turn in turns]
         trained = [turn.trained for turn in turns if turn.role == "assistant"]
         if not any(trained):
@@ -119,15 +125,21 @@ def _merged(first: Turn, second: Turn) -> Turn:
     extra = first.extra | second.extra
     if calls := first.extra.get("tool_calls", []) + second.extra.get("tool_calls", []):
         extra["tool_calls"] = calls
+    if thoughts := [turn.extra[THOUGHTS] for turn in (first, second) if THOUGHTS in turn.extra]:
+        extra[THOUGHTS] = "\n\n".join(thoughts)
     return Turn(first.where, first.role, content, first.trained, extra)
 
 
-def _check_order(turns: list[Turn]) -> None:
+def _check_system(turns: list[Turn]) -> None:
+    for turn in turns[1:]:
+        if turn.role == "system":
+            raise BadRow("system turn in the middle", f"{turn.where}; only the first may be one")
+
+
+def _check_answers(turns: list[Turn]) -> None:
     roles = [turn.role for turn in turns]
     if "assistant" not in roles:
         raise BadRow("no answer", "there is no assistant's message")
-    if "system" in roles[1:]:
-        raise BadRow("system turn in the middle", f"{turns[roles.index('system', 1)].where}; only the first may be one")
     if roles[-1] != "assistant":
         raise BadRow("no answer to the last turn", f"{turns[-1].where} is by the {roles[-1]}")
 
@@ -153,7 +165,7 @@ def parse_turn(where: str, value: Any) -> Turn:
         extra["tool_calls"], content = _calls(where, value["tool_calls"]), content or ""
     text = _text(where, content)
     check_text(where, text)
-    for key in ("name", "tool_call_id", "reasoning_content"):
+    for key in ("name", "tool_call_id", THOUGHTS):
         if value.get(key) is not None:
             if not isinstance(value[key], str):
                 raise BadRow("not text", f"{where}: {key} is {type(value[key]).__name__}")
@@ -202,15 +214,16 @@ def _calls(where: str, value: Any) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             arguments = _json(where, arguments) if arguments.strip() else {}
         function = {"name": function["name"], "arguments": {} if arguments is None else arguments}
-        check_text(where, json.dumps(function, ensure_ascii=False))
-        calls.append({"type": "function", "function": function})
+        known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}  # what tool_call_id speaks of
+        calls.append({**known, "type": "function", "function": function})
+        check_text(where, json.dumps(calls[-1], ensure_ascii=False, default=str))
     return calls
 
 
 def _json(where: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRow("tool call is not valid JSON", f"{where}: {error}") from None
 
 

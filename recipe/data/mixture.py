@@ -1,6 +1,8 @@
 """Which rows of which source an epoch has, and in which order they stand before they are packed."""
 
 from collections.abc import Sequence
+from fractions import Fraction
+from math import floor
 
 import numpy as np
 
@@ -11,8 +13,8 @@ from recipe.errors import UserError
 def counts(specs: Sequence[Spec], available: Sequence[int]) -> list[int]:
     """Rows of each source in an epoch.
 
-    With weights, the largest epoch in which the shares are exact to a row and no row stands twice; with `samples`, that
-    many (rows stand more than once where there are fewer); with neither, all.
+    With weights, the largest epoch in which no source's share is more rows than it has, so that none stands twice; with
+    `samples`, that many (rows stand more than once where there are fewer); with neither, all.
 
     Raises:
         UserError: there is nothing to take from, or a weight is so small that it asks for no row.
@@ -20,16 +22,13 @@ def counts(specs: Sequence[Spec], available: Sequence[int]) -> list[int]:
     empty = [spec for spec, rows in zip(specs, available, strict=True) if not rows]
     if empty:
         raise UserError(*(f"{spec.key} '{spec.path}': no row is left to train on" for spec in empty))
-    weights = [spec.weight for spec in specs if spec.weight is not None]
+    # As they are written: 0.1 is a tenth.
+    weights = [Fraction(str(spec.weight)) for spec in specs if spec.weight is not None]
     if not weights:
         return [spec.samples or rows for spec, rows in zip(specs, available, strict=True)]
-    shares = np.array(weights) / sum(weights)
-    total = int(min(rows / share for rows, share in zip(available, shares, strict=True)) + 1e-9)
-    while True:
-        taken = apportion(total, shares)
-        if all(some <= rows for some, rows in zip(taken, available, strict=True)):
-            break
-        total -= 1
+    shares = [weight / sum(weights) for weight in weights]
+    total = min(rows // share for rows, share in zip(available, shares, strict=True))
+    taken = apportion(total, shares)
     for spec, some in zip(specs, taken, strict=True):
         if not some:
             raise UserError(
@@ -39,13 +38,14 @@ def counts(specs: Sequence[Spec], available: Sequence[int]) -> list[int]:
     return taken
 
 
-def apportion(total: int, shares: np.ndarray) -> list[int]:
+def apportion(total: int, shares: Sequence[Fraction]) -> list[int]:
     """`total` divided by `shares` (that sum to 1), by largest remainder, [sources]."""
-    exact = total * shares
-    parts = np.floor(exact + 1e-9).astype(int)
-    remainders = np.argsort(-(exact - parts), kind="stable")
-    parts[remainders[: total - parts.sum()]] += 1
-    return parts.tolist()
+    exact = [total * share for share in shares]
+    parts = [floor(part) for part in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda at: parts[at] - exact[at])
+    for at in by_remainder[: total - sum(parts)]:
+        parts[at] += 1
+    return parts
 
 
 def choose(available: np.ndarray, count: int, seed: int) -> np.ndarray:

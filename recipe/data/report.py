@@ -25,7 +25,8 @@ class Reason:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens a row, before truncation: percentiles, the longest, and a histogram (`counts` between `edges`)."""
+    """Tokens a row, before truncation: percentiles, the longest, and a histogram (`counts` between `edges`, which grow
+    by the same factor)."""
 
     p50: int
     p90: int
@@ -37,7 +38,7 @@ class Lengths:
     @classmethod
     def of(cls, lengths: np.ndarray) -> "Lengths":
         p50, p90, p99 = (int(p) for p in np.percentile(lengths, [50, 90, 99], method="higher"))
-        edges = np.linspace(0, max(1, int(lengths.max())), NUM_BINS + 1)
+        edges = np.geomspace(max(1, int(lengths.min())), int(lengths.max()) + 1, NUM_BINS + 1)
         return cls(p50, p90, p99, int(lengths.max()), edges.tolist(), np.histogram(lengths, edges)[0].tolist())
 
 
@@ -50,6 +51,7 @@ class SourceReport:
         rows_read: all of them; `rows_kept` are those that could be trained on.
         rows_used: in an epoch, where sources are mixed or rows held out: training and evaluation together.
         dropped: by policies; `bad`: what `max_bad_rows` allowed.
+        lengths: of all rows that could be encoded, kept or not; None where there are none.
     """
 
     name: str

@@ -4,7 +4,6 @@ A source is named by a mapping (`datasets`, `eval_datasets`), or by `dataset_nam
 be said. Its identity is its content, so that prepared data are found again wherever the files lie.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx2
+from datasets.exceptions import DatasetGenerationError, DatasetsError
 from huggingface_hub import is_offline_mode
+from huggingface_hub.constants import HF_HOME
 
 from recipe.arguments import DataArguments
 from recipe.data.digests import Digests
 from recipe.data.files import COMPRESSED, READERS, format_of, read_dataset
+from recipe.data.hub import find_builder
 from recipe.data.rows import Chunk
 from recipe.errors import UserError, raise_if
 
@@ -48,6 +51,12 @@ class Spec:
     weight: float | None = None
     samples: int | None = None
     key: str = "dataset_name"
+
+    @property
+    def split_key(self) -> str:
+        """Where the configuration says `split`."""
+        keys = {"dataset_name": "dataset_train_split", "dataset_test_split": "dataset_test_split"}
+        return keys.get(self.key, f"{self.key}.split")
 
 
 KEYS: dict[str, tuple[type, ...]] = {
@@ -110,7 +119,7 @@ def _specs(entries: list[Any], key: str, problems: list[str]) -> list[Spec]:
         where = f"{key}[{number}]"
         if isinstance(entry, str):
             entry = {"path": entry}
-        if not isinstance(entry, dict) or "path" not in entry:
+        if not isinstance(entry, dict) or not entry.get("path"):
             problems.append(f"{where} is {entry!r}; give a path, or a mapping with path and any of {_others()}")
             continue
         unknown = [name for name in entry if name not in KEYS]
@@ -220,10 +229,9 @@ def _open_files(spec: Spec, files: list[Path], digests: Digests) -> Source:
                 f"{spec.key} '{spec.path}': the name of a file must end in one of {FORMATS}, not '{path.name}'"
             )
     if spec.split != "train":
-        key = spec.key if spec.key == "dataset_test_split" else f"{spec.key}: split"
         raise UserError(
-            f"{key} '{spec.split}': files have the split 'train' and no other; hold rows out with eval_samples, or "
-            "name other files in eval_datasets"
+            f"{spec.split_key} '{spec.split}': files have the split 'train' and no other; leave it out, and for "
+            "evaluation hold rows out with eval_samples, or name other files in eval_datasets"
         )
 
     def chunks() -> Iterator[Chunk]:
@@ -238,24 +246,23 @@ def _open_files(spec: Spec, files: list[Path], digests: Digests) -> Source:
 
 def _open_saved(spec: Spec, path: Path, digests: Digests) -> Source:
     """A folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
-    if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-        if spec.split not in splits:
-            raise UserError(f"{spec.key} '{spec.path}': split '{spec.split}' is none of its splits {', '.join(splits)}")
-        path = path / spec.split
-    elif not (path / "dataset_info.json").is_file():
+    if not any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
         raise UserError(
             f"{spec.key} '{spec.path}': the folder was not written by `datasets.save_to_disk`; for the files in it "
             f"give a glob, such as {path}/*.jsonl"
         )
-    elif spec.split != "train":
-        raise UserError(
-            f"{spec.key} '{spec.path}': split '{spec.split}': the saved data set has no splits; leave it out"
-        )
     try:
-        dataset = datasets.load_from_disk(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{spec.key} '{spec.path}': {path} cannot be loaded: {error}") from None
+        saved = datasets.load_from_disk(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{spec.key} '{spec.path}': {path} cannot be loaded: {error}; save it anew") from None
+    if isinstance(saved, datasets.DatasetDict):
+        if spec.split not in saved:
+            raise UserError(f"{spec.split_key} '{spec.split}' is none of the splits of {path}: {', '.join(saved)}")
+        dataset = saved[spec.split]
+    elif spec.split == "train":
+        dataset = saved
+    else:
+        raise UserError(f"{spec.split_key} '{spec.split}': {path} was saved without splits; leave it out")
     files = [Path(file["filename"]) for file in dataset.cache_files]
 
     def identify() -> str:
@@ -266,22 +273,27 @@ def _open_saved(spec: Spec, path: Path, digests: Digests) -> Source:
 
 def _open_hub(spec: Spec) -> Source:
     try:
-        builder = datasets.load_dataset_builder(spec.path, spec.name, revision=spec.revision)
+        builder = find_builder(spec.path, spec.name, spec.revision)
         cached = Path(builder.cache_dir).is_dir()
         builder.download_and_prepare()
         dataset = builder.as_dataset(split=spec.split)
-    # DatasetNotFoundError is a FileNotFoundError; an unknown config or split is a ValueError.
-    except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
-        offline = " (HF_HUB_OFFLINE is set)" if is_offline_mode() else ""
+    # What these libraries raise has no common class; a script in the repository is a RuntimeError.
+    except (OSError, ValueError, RuntimeError, LookupError, httpx2.HTTPError, DatasetsError) as error:
+        why = error.__cause__ or error if isinstance(error, DatasetGenerationError) else error
+        way_out = "check path, name, split and revision"
+        if is_offline_mode():
+            way_out = (
+                f"HF_HUB_OFFLINE is set: fetch it once where there is a network, with the same HF_HOME ({HF_HOME})"
+            )
         raise UserError(
             f"{spec.key} '{spec.path}' (configuration {spec.name or 'default'}, split '{spec.split}', revision "
-            f"{spec.revision or 'main'}) is no file or folder here, and could not be loaded from the Hub{offline}: "
-            f"{type(error).__name__}: {error}"
+            f"{spec.revision or 'main'}) is no file or folder here, and could not be loaded from the Hub: "
+            f"{type(error).__name__}: {why}; {way_out}"
         ) from error
     revision = str(builder.hash)
     size = builder.info.download_size or 0
     how = "from the cache" if cached else f"downloaded {size / 1e6:,.1f} MB"
     note = f"{spec.path}: {how}, revision {revision}, split '{spec.split}', {len(dataset):,} rows"
-    identity = f"hub:{spec.path}:{spec.name}:{spec.split}:{revision}"
+    identity = f"hub:{spec.path}:{builder.config.name}:{spec.split}:{revision}"
     chunks = partial(read_dataset, spec.path, dataset)
     return Source(spec, len(dataset), "row", chunks, lambda: identity, (note,), revision)

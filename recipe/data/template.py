@@ -30,7 +30,7 @@ def read_template(tokenizer: PreTrainedTokenizerBase, name_or_path: str | None) 
         return template
     if name_or_path in TEMPLATES:
         template = TEMPLATES[name_or_path].read_text()
-        return _spaced(template) if name_or_path == "llama2" and _lacks_space(tokenizer) else template
+        return _spaced(template) if name_or_path == "llama2" and _takes_space(tokenizer) else template
     path = Path(name_or_path).expanduser()
     if path.suffix not in (".jinja", ".j2") or not path.is_file():
         raise UserError(
@@ -69,15 +69,14 @@ def resolve_template(
     return marked
 
 
-def _lacks_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether Meta's SentencePiece model sets a space before what follows bos ("▁[INST]"), and this tokenizer does not.
+def _takes_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a space written after bos makes the "▁[INST]" of Meta's SentencePiece model, which sets one there itself.
 
-    Llama-2's tokenizer.json says that every text between special tokens begins with one; transformers' own
-    `LlamaTokenizer`, unless it is told `legacy=True`, sets it at the start of a text alone.
+    Llama-2's tokenizer.json sets one too; written out, it would be the second. transformers' `LlamaTokenizer` sets it at
+    the start of a text alone, and after bos with `legacy=True` (never twice), which `save_pretrained` (5.24) forgets.
     """
-    backend, bos = tokenizer.backend_tokenizer, tokenizer.bos_token
-    bare, spaced = (backend.encode(f"{bos}{text}", add_special_tokens=False).tokens for text in ("[INST]", " [INST]"))
-    return spaced[1].startswith("▁") and not bare[1].startswith("▁")
+    tokens = tokenizer.backend_tokenizer.encode(f"{tokenizer.bos_token} [INST]", add_special_tokens=False).tokens
+    return "".join(tokens[1:]) == "▁[INST]"
 
 
 def _spaced(template: str) -> str:

@@ -7,6 +7,7 @@ may reach over the border, and then the prompt that the model was trained on is 
 set a space before every text they encode (Llama-2's) cannot do that; the template's border is at a space there.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -65,8 +66,11 @@ class Encoder:
         self.backend.no_padding()
         self.marked = self.template is not None and has_generation_markers(self.template)
         self.bos, self.eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        self.special = [t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        self.special = {_as_json(token): token for token in special}
         self.apart = encodes_apart(self.backend)
+        self.adds_eos = self.backend.encode("a").ids[-1:] == [self.eos]
+        self.answer_prompt = self._answer_prompt() if self.marked else ""
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | BadRow]:
         """Encode many rows at once, without truncation; a row that cannot be trained on gives its reason."""
@@ -85,7 +89,10 @@ class Encoder:
         bare = [self._bare(row) for row in rows]
         parts = [[(prompt, False), (text, True)] if prompt else [(text, True)] for prompt, text, _ in bare]
         encoded: list[Encoded | BadRow] = []
-        for one, (_, _, had_bos) in zip(self._parts(parts, add_special_tokens=True), bare, strict=True):
+        for one, (_, text, had_bos) in zip(self._parts(parts, add_special_tokens=True), bare, strict=True):
+            if not text.strip():
+                encoded.append(BadRow("empty", f"there is nothing to train on but {self.tokenizer.eos_token}"))
+                continue
             ids, labels = one.ids, one.labels
             while len(ids) and ids[-1] == self.eos:
                 ids, labels = ids[:-1], labels[:-1]
@@ -132,39 +139,72 @@ class Encoder:
     def _render(self, chat: Chat) -> list[tuple[str, bool]]:
         """The chat as text, in parts that are trained or not."""
         assert self.template is not None, "a run with chats has a template"
-        messages = [self._without_end(message) for message in chat.messages]
+        messages = [self._without_end(number, message) for number, message in enumerate(chat.messages, 1)]
         for number, message in enumerate(messages, 1):
-            for token in self.special:
-                if token in message["content"]:
-                    where = f"message {number} ({message['role']}) holds {token}; take it out"
-                    raise BadRow("control token in a message", where)
+            self._check_control(f"message {number} ({message['role']})", message)
+        self._check_control("the description of the tools", chat.tools)
         try:
-            (text,), spans = render_jinja_template(
-                [messages],
-                chat.tools,
-                chat_template=self.template,
-                return_assistant_tokens_mask=self.marked,
-                **self.tokenizer.special_tokens_map,
-            )
+            (text,), spans = self._apply(messages, chat.tools, return_assistant_tokens_mask=self.marked)
         except (TemplateError, TypeError) as error:  # TypeError: a template that adds what may be None
             raise BadRow("the chat template refuses it", f"{type(error).__name__}: {error}") from None
         _check_complete(text, messages, chat.tools)
-        if not self.answers_only and all(chat.trained):
+        if self._whole(chat):
             return [(text, True)]
         if not self.marked:
             raise BadRow(
                 MASK, f"some answers are not trained, and the chat template does not mark answers{MASK_WAY_OUT}"
             )
-        return _parts(text, _trained_spans(spans[0], chat.trained))
+        return _parts(text, [self._tight(text, span) for span in _trained_spans(spans[0], chat.trained)])
 
-    def _without_end(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _apply(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **kwargs: Any) -> Any:
+        """Texts of one chat, and the spans that are marked in each."""
+        tokens = self.tokenizer.special_tokens_map
+        return render_jinja_template([messages], tools, chat_template=self.template, **kwargs, **tokens)
+
+    def _answer_prompt(self) -> str:
+        """What the template writes for a model to go on from, such as ChatML's '<|im_start|>assistant'."""
+        question = [{"role": "user", "content": "a"}]
+        try:
+            (without,), _ = self._apply(question, None)
+            (with_prompt,), _ = self._apply(question, None, add_generation_prompt=True)
+        except (TemplateError, TypeError):
+            return ""
+        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+
+    def _tight(self, text: str, span: Span) -> Span:
+        """A marked span without what a model never generates. TRL's marks of some templates enclose a part of the
+        prompt for the answer, and a line break after the end token."""
+        (start, end), prompt, eos = span, self.answer_prompt, str(self.tokenizer.eos_token)
+        for before in range(len(prompt), -1, -1):
+            if text.startswith(prompt, start - before) and before <= start and len(prompt) - before <= end - start:
+                start += len(prompt) - before
+                break
+        after = text.rfind(eos, start, end)
+        if after >= 0 and not text[after + len(eos) : end].strip():
+            end = after + len(eos)
+        return start, end
+
+    def _whole(self, chat: Chat) -> bool:
+        """Whether all of a chat is trained: questions too."""
+        return not self.answers_only and not chat.answers_only and all(chat.trained)
+
+    def _without_end(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
         """Take off an eos that the row has already: the template writes it."""
         content, eos = message["content"], str(self.tokenizer.eos_token)
         if message["role"] != "assistant" or not content.rstrip().endswith(eos):
             return message
         while content.rstrip().endswith(eos):
             content = content.rstrip().removesuffix(eos)
+        if not content.strip() and "tool_calls" not in message:
+            raise BadRow("empty message", f"message {number} (assistant) has nothing but {eos}")
         return {**message, "content": content}
+
+    def _check_control(self, where: str, value: Any) -> None:
+        """No special token in any of the texts of a message, or of the tools."""
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        for written, token in self.special.items():
+            if written in text:
+                raise BadRow("control token in a message", f"{where} holds {token}; take it out")
 
     def _check(self, chat: Chat, row: Encoded) -> None:
         """Exactly one eos an answer, one bos where there is one, some tokens trained and not all (trl#4879)."""
@@ -173,7 +213,7 @@ class Encoder:
             twice = np.flatnonzero((ids[1:] == self.bos) & (ids[:-1] == self.bos))
             if len(twice):
                 raise BadRow("two bos in a row", f"at token {twice[0] + 1}; the template writes one too many")
-        if not self.answers_only and all(chat.trained):
+        if self._whole(chat):
             last = np.flatnonzero(ids == self.eos)
             if not len(last) or str(self.tokenizer.decode(ids[last[-1] + 1 :].tolist())).strip():
                 raise BadRow(END, f"it ends in {self._shown(ids)} and eos is {self.tokenizer.eos_token}{END_WAY_OUT}")
@@ -211,8 +251,8 @@ class Encoder:
         rest, encoded = iter(others), []
         for first, parts in zip(firsts, rows, strict=True):
             pieces = [first.ids, *(next(rest).ids for _ in parts[1:])]
-            if len(pieces) > 1 and add_special_tokens and pieces[0][-1:] == [self.eos]:
-                pieces[0] = pieces[0][:-1]  # of a tokenizer that ends whatever it encodes with eos
+            if len(pieces) > 1 and add_special_tokens and self.adds_eos:
+                pieces[0] = pieces[0][:-1]  # the text ends later
             ids = np.array([*chain.from_iterable(pieces)], np.int32)
             trained = np.repeat([trained for _, trained in parts], [len(piece) for piece in pieces])
             encoded.append(Encoded(ids, np.where(trained, ids, np.int32(IGNORE))))
@@ -259,35 +299,39 @@ def _masked(encoding: Encoding, parts: list[tuple[str, bool]]) -> Encoded:
     ids = np.array(encoding.ids, np.int32)
     labels = np.full_like(ids, IGNORE)
     first_char = first = 0
+    num_chars = sum(len(text) for text, _ in parts)
     for number, (text, trained) in enumerate(parts, 1):
         next_char = first_char + len(text)
-        after = len(ids) if number == len(parts) else _token_at(encoding, next_char, len(ids))
+        after = len(ids) if number == len(parts) else _token_at(encoding, next_char, num_chars)
         if trained:
             labels[first:after] = ids[first:after]
         first_char, first = next_char, after
     return Encoded(ids, labels)
 
 
-def _token_at(encoding: Encoding, char: int, num_tokens: int) -> int:
+def _token_at(encoding: Encoding, char: int, num_chars: int) -> int:
     """The token that holds character `char`, or the first one after it: a tokenizer may leave characters out."""
-    end = encoding.offsets[-1][1] if num_tokens else 0
-    found = (encoding.char_to_token(at) for at in range(char, end))
-    return next((token for token in found if token is not None), num_tokens)
+    found = (encoding.char_to_token(at) for at in range(char, num_chars))
+    return next((token for token in found if token is not None), len(encoding))
+
+
+def _as_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _check_complete(text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
     """What a template drops in silence (a system turn, a tool's), nobody would miss before the model is used."""
     for number, message in enumerate(messages, 1):
-        for shown in (message["content"], message.get("reasoning_content", "")):
-            if shown.strip() not in text:
+        for shown in (message["content"].strip(), message.get("reasoning_content", "").strip()):
+            # Llama 3.1's template writes what a tool says as JSON.
+            if shown not in text and _as_json(shown) not in text:
                 raise BadRow(LOST, f"message {number} ({message['role']}) is not in what it writes")
         for call in message.get("tool_calls", []):
             if call["function"]["name"] not in text:
                 raise BadRow(LOST, f"message {number} calls {call['function']['name']}; see tool_turns")
     for tool in tools or []:
-        name = tool["function"].get("name")
-        if name is not None and str(name) not in text:
-            raise BadRow(LOST, f"the description of the tool {name}; see tool_turns")
+        if tool["function"]["name"] not in text:
+            raise BadRow(LOST, f"the description of the tool {tool['function']['name']}; see tool_turns")
 
 
 # -- length --------------------------------------------------------------------------------------------------------

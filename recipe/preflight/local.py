@@ -104,11 +104,7 @@ def _read_model(
     # The attention has been checked, and may be one that cannot be built here; shapes do not depend on it.
     fresh = models.meta_model(config, "sdpa", master_dtype, trust)
     report.problems += models.vocabulary_problems(config, tokenizer) + models.head_problems(fresh)
-    positions = config.max_position_embeddings
-    if train.max_length is not None and train.max_length > positions:
-        report.problems.append(
-            f"max_length is {train.max_length} and the model has {positions} positions; set at most {positions}"
-        )
+    report.problems += models.positions_problems(config, train.max_length)
     generation = GenerationConfig()
     try:
         generation = models.load_generation_config(folder, config, tokenizer)

@@ -13,25 +13,26 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def count_tokenize(monkeypatch):
-    """Numbers of rows of the batches that were tokenized."""
+def count_rows(monkeypatch):
+    """Numbers of rows of the chunks that were worked on."""
     calls = []
-    tokenize = recipe.data.build.tokenize
+    work = recipe.data.build.RowWork.__call__
 
-    def counted(batch, **kwargs):
-        calls.append(len(batch["row"]))
-        return tokenize(batch, **kwargs)
+    def counted(self, chunk):
+        batch = work(self, chunk)
+        calls.append(batch.rows_read)
+        return batch
 
-    monkeypatch.setattr(recipe.data.build, "tokenize", counted)
+    monkeypatch.setattr(recipe.data.build.RowWork, "__call__", counted)
     return calls
 
 
-def test_second_call_maps_the_first_ones_files(chats, write, data_args, train_args, tokenizer, count_tokenize):
+def test_second_call_maps_the_first_ones_files(chats, write, data_args, train_args, tokenizer, count_rows):
     args = data_args(write(chats), eval_samples=4)
     first = prepare(args, train_args(packing=True), tokenizer)
-    assert sum(count_tokenize) == 30
+    assert sum(count_rows) == 30
     second = prepare(args, train_args(packing=True), tokenizer)
-    assert sum(count_tokenize) == 30, "nothing was tokenized again"
+    assert sum(count_rows) == 30, "nothing was read again"
     assert first.fingerprint == second.fingerprint
     assert first.report == second.report
     assert first.train.to_dict() == second.train.to_dict()
@@ -46,7 +47,7 @@ def test_fingerprint_changes_with_what_the_data_depend_on_and_with_nothing_else(
     chats, write, data_args, train_args, tokenizer, tmp_path
 ):
     path, other = write(chats), write(chats[1:], "other.jsonl")
-    (tmp_path / "own.jinja").write_text("{{ messages[0].content + eos_token }}")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}")
 
     def fingerprint(name=path, data=None, tokenizer=tokenizer, **kwargs):
         return prepare(data_args(name, **data or {}), train_args(**kwargs), tokenizer).fingerprint
@@ -57,6 +58,8 @@ def test_fingerprint_changes_with_what_the_data_depend_on_and_with_nothing_else(
     assert first == fingerprint(seed=7), "no row was drawn"
     assert first == fingerprint(learning_rate=1.0, dataset_num_proc=2)
     assert first == fingerprint(write(chats, "copy.jsonl"))
+    assert first == fingerprint(data={"max_bad_rows": 3, "max_long_rows": 1.0}), "limits change no row"
+    assert first == fingerprint(data={"datasets": [path]}, name=None)
     tokenizer.add_tokens(["a dog"])
     changed = [
         first,
@@ -64,7 +67,8 @@ def test_fingerprint_changes_with_what_the_data_depend_on_and_with_nothing_else(
         fingerprint(other),
         fingerprint(max_length=64),
         fingerprint(packing=True),
-        fingerprint(packing=True, packing_strategy="bfd_split"),
+        fingerprint(data={"truncation": "split"}),
+        fingerprint(data={"repeated_roles": "merge"}),
         fingerprint(assistant_only_loss=False),
         fingerprint(assistant_only_loss=False, chat_template_path=str(tmp_path / "own.jinja")),
         fingerprint(shuffle_dataset=True),
@@ -83,12 +87,12 @@ from recipe.arguments import DataArguments, TrainArguments
 from recipe.data import prepare
 
 path, cache, tokenizer, log = sys.argv[1:]
-normalize = recipe.data.build.normalize
+build = recipe.data.build.Builder.build
 def logged(*args):
     with open(log, "a") as file:
         file.write("built\\n")
-    return normalize(*args)
-recipe.data.build.normalize = logged
+    return build(*args)
+recipe.data.build.Builder.build = logged
 tokenizer = AutoTokenizer.from_pretrained(tokenizer)
 train_args = TrainArguments(
     output_dir="unused", max_length=128, packing=True, assistant_only_loss=True, chat_template_path="llama2"

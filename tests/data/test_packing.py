@@ -78,3 +78,27 @@ def test_a_packed_row_has_the_logits_it_has_alone(attention):
         for leak in ({"attention_mask": torch.ones_like(batch["input_ids"])}, {"use_cache": True}):
             leaking = model(**batch | leak).logits[0]
             assert (leaking - packed).abs().max() > 1e-3, "this test can tell rows that see each other"
+
+
+def test_the_loss_of_a_packed_epoch_is_the_unpacked_ones_token_by_token():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    ).eval()
+
+    def losses(batch: dict) -> torch.Tensor:
+        """The loss of each labelled token, in order."""
+        labels = batch.pop("labels")[0, 1:]
+        with torch.no_grad():
+            logits = model(**batch, use_cache=False).logits[0, :-1]
+        labelled = labels != -100
+        return torch.nn.functional.cross_entropy(logits[labelled], labels[labelled], reduction="none")
+
+    rows = make_rows(60)
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    blocks = pack(rows, MAX_LENGTH)
+    packed = torch.cat([losses(collate([block])) for block in blocks])
+    by_row = {tuple(row["input_ids"]): losses(collate([row])) for row in rows}
+    alone = torch.cat([by_row[tuple(ids)] for ids in unpack(blocks, "input_ids")])
+    assert len(alone) == sum(len(ids) - 1 for ids in rows["input_ids"])
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)

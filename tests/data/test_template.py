@@ -1,8 +1,12 @@
 import pytest
+from transformers import AutoTokenizer
 from trl.chat_template_utils import has_generation_markers, qwen3_chat_template, qwen3_training_chat_template
 
+from recipe.data.messages import Chat
 from recipe.data.template import TEMPLATES, read_template, resolve_template
+from recipe.data.tokenization import IGNORE, Encoder
 from recipe.errors import UserError
+from tests.data.conftest import LLAMAS, byte_level_tokenizer, llama_tokenizer, make_tokenizer
 
 # Written out by hand from Meta's reference (facebookresearch/llama, llama/generation.py, chat_completion).
 SYSTEM = "<<SYS>>\nbe lazy\n<</SYS>>\n\n"
@@ -35,16 +39,78 @@ def test_llama2_is_metas_reference(turns, system, space, tokenizer, chat):
     assert text == LLAMA2[turns, system]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_prompt_at_inference_is_how_the_training_row_begins(name, tokenizer, chat):
+# Conversations for Meta's reference, which encodes each pair of turns by itself; white space around a turn is stripped.
+TALKS = {
+    1: [(" two ?\n", "\nFour .  ")],
+    2: [("two  ?", "Four .\n\n- dog"), ("\tWhat ?", "🦊 é\u2003the fox")],
+    5: [("a\nb", "c"), ("  5", "6  7"), ("over", "the\tfox\r\n"), ("你好", "e\u0301 ]"), ("[INST] ?", "<0x0A> . ")],
+}
+
+
+def metas_reference(talk, system, tokenizer):
+    """Ids as chat_completion of facebookresearch/llama (llama/generation.py) makes them."""
+    ids = []
+    for at, (user, answer) in enumerate(talk):
+        if at == 0 and system is not None:
+            user = f"<<SYS>>\n{system}\n<</SYS>>\n\n{user}"
+        text = f"[INST] {user.strip()} [/INST] {answer.strip()} "
+        encoded = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.convert_ids_to_tokens(encoded)[0].startswith("▁"), "SentencePiece's space"
+        ids += [tokenizer.bos_token_id, *encoded, tokenizer.eos_token_id]
+    return ids
+
+
+@pytest.mark.parametrize("kind", LLAMAS)
+@pytest.mark.parametrize("num_turns", TALKS)
+@pytest.mark.parametrize("system", [None, "be lazy", " be\n\nlazy "])
+def test_llama2_is_metas_reference_token_for_token(kind, num_turns, system, chat, tmp_path):
+    """In training, and at inference with the tokenizer and template that are saved with the model."""
+    tokenizer, talk = llama_tokenizer(kind), TALKS[num_turns]
+    messages = chat(*(turn for pair in talk for turn in pair), system=system)["messages"]
+    expected = metas_reference(talk, system, tokenizer)
+    encoder = Encoder(tokenizer, resolve_template(tokenizer, "llama2", assistant_only_loss=True), answers_only=True)
+    (row,) = encoder.encode([Chat(messages, None, [True] * num_turns)])
+    assert row.ids.tolist() == expected
+
+    tokenizer.chat_template = read_template(tokenizer, "llama2")
+    tokenizer.save_pretrained(tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    assert saved.apply_chat_template(messages)["input_ids"] == expected
+    prompt = saved.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+    assert expected[: len(prompt)] == prompt
+    assert (row.labels[len(prompt) - 1], row.labels[len(prompt)]) == (IGNORE, expected[len(prompt)])
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "written"),
+    [
+        (llama_tokenizer, "first", True),
+        (llama_tokenizer, "never", True),
+        (llama_tokenizer, "always", True),
+        (llama_tokenizer, "shipped", False),
+        (byte_level_tokenizer, False, False),
+        (byte_level_tokenizer, True, False),
+    ],
+)
+def test_the_space_after_bos_is_written_out_where_it_would_not_be_a_second(make, argument, written, chat):
+    tokenizer = make(argument)
+    tokenizer.bos_token = "<s>"
+    template = read_template(tokenizer, "llama2")
+    text = tokenizer.apply_chat_template(chat("a")["messages"], chat_template=template, tokenize=False)
+    assert text == ("<s> [INST] a [/INST]" if written else "<s>[INST] a [/INST]")
+
+
+@pytest.mark.parametrize(("name", "make"), [("chatml", byte_level_tokenizer), ("llama2", make_tokenizer)])
+def test_the_prompt_at_inference_is_how_the_training_row_begins(name, make, chat):
     """In tokens too, so that the first token the model is asked for is the first it was trained on."""
-    template = TEMPLATES[name].read_text()
+    tokenizer = make()
+    template = resolve_template(tokenizer, name, assistant_only_loss=True)
     messages = chat(*TURNS["two turns"], system="be lazy")["messages"]
+    (row,) = Encoder(tokenizer, template, answers_only=True).encode([Chat(messages, None, [True, True])])
     prompt = tokenizer.apply_chat_template(messages[:-1], chat_template=template, add_generation_prompt=True)
-    row = tokenizer.apply_chat_template(messages, chat_template=template, return_assistant_tokens_mask=True)
     num_prompt = len(prompt["input_ids"])
-    assert row["input_ids"][:num_prompt] == prompt["input_ids"]
-    assert row["assistant_masks"][num_prompt - 1 : num_prompt + 1] == [0, 1]
+    assert row.ids[:num_prompt].tolist() == prompt["input_ids"]
+    assert [label != IGNORE for label in row.labels[num_prompt - 1 : num_prompt + 1]] == [False, True]
 
 
 def test_chatml(tokenizer, chat):
