@@ -184,6 +184,13 @@ class TrainArguments(SFTConfig):
     max_length: int | None = field(
         default=None, metadata={"help": "Tokens of a sample, or of a packed block. No default: a silent cut is costly."}
     )
+    assistant_only_loss: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Train answers alone, which a chat template has to mark. Unset: so for chats, and all of a text. "
+            "False: questions too."
+        },
+    )
     activation_checkpointing: bool = field(
         default=True, metadata={"help": "Recompute activations in the backward pass (non-reentrant)."}
     )

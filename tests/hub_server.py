@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from tests.conftest import ROOT
 
@@ -91,10 +91,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.answer()
 
-    def do_POST(self) -> None:
-        self.form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        self.answer()
-
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -104,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command == "GET":
             self.wfile.write(body)
 
     def refuse(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
@@ -131,12 +127,10 @@ def _answer(hub: Hub, to: _Handler) -> None:
     repository = hub.repositories.get(name)
     if repository is None or (repository.private and token != MEMBER):
         return to.refuse(401 if token is None else 404, "Repository not found", "RepoNotFound")
-    if rest[:1] in (["revision"], ["tree"], ["resolve"], ["paths-info"]) and not repository.has(rest[1]):
+    if rest[:1] in (["revision"], ["tree"], ["resolve"]) and not repository.has(rest[1]):
         return to.refuse(404, f"Invalid rev id: {rest[1]}", "RevisionNotFound")
-    if api and rest[:1] == ["paths-info"]:
-        return to.send_json([file for file in _tree(repository) if file["path"] in to.form["paths"]])
     if api:
-        return to.send_json(_tree(repository) if rest[:1] == ["tree"] else _about(repository, name))
+        return to.send_json(_listing(repository, tree=rest[:1] == ["tree"], name=name))
     if repository.gated and token is None:
         return to.refuse(401, f"Access to model {name} is restricted. Please log in.", "GatedRepo")
     if repository.gated and token == NARROW:
@@ -150,14 +144,12 @@ def _answer(hub: Hub, to: _Handler) -> None:
     to.send(200, content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', X_Repo_Commit=repository.commit)
 
 
-def _tree(repository: Repository) -> list[dict[str, object]]:
-    return [
-        {"type": "file", "path": path, "size": repository.size(path), "oid": hashlib.sha1(content).hexdigest()}
-        for path, content in repository.files.items()
-    ]
-
-
-def _about(repository: Repository, name: str) -> object:
+def _listing(repository: Repository, tree: bool, name: str) -> object:
+    if tree:
+        return [
+            {"type": "file", "path": path, "size": repository.size(path), "oid": hashlib.sha1(content).hexdigest()}
+            for path, content in repository.files.items()
+        ]
     siblings = [{"rfilename": path, "size": repository.size(path)} for path in repository.files]
     return {"id": name, "sha": repository.commit, "private": repository.private, "siblings": siblings, "tags": []}
 

@@ -15,7 +15,7 @@ from recipe.arguments import DataArguments, TrainArguments
 from recipe.data.build import Builder
 from recipe.data.cache import build_once, fingerprint, tokenizer_digest
 from recipe.data.digests import Digests
-from recipe.data.inputs import Input, inputs_of, template_of
+from recipe.data.inputs import Input, answers_only, inputs_of, template_of
 from recipe.data.messages import Turns
 from recipe.data.report import Report, SplitReport
 from recipe.data.sources import open_sources, read_specs
@@ -150,7 +150,7 @@ def prepare(data_args: DataArguments, train_args: TrainArguments, tokenizer: Pre
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"data_cache_dir '{data_args.data_cache_dir}' cannot be made: {error}; set another") from None
-    encoder = Encoder(tokenizer, template, train_args.assistant_only_loss)
+    encoder = Encoder(tokenizer, template, answers_only(train_args))
     builder = Builder(data_args, train_args, encoder)
     kept = (
         read_template(tokenizer, train_args.chat_template_path) if template and train_args.chat_template_path else None
@@ -163,6 +163,8 @@ def prepare(data_args: DataArguments, train_args: TrainArguments, tokenizer: Pre
 
     build_once(folder, build)
     notes = tuple(note for source in opened for note in source.notes)
+    if template is not None and not answers_only(train_args):
+        notes += ("every token of a chat is trained, questions too (assistant_only_loss: false)",)
     return _mapped(folder, data_args, notes)
 
 
@@ -220,7 +222,7 @@ def _settings(data_args: DataArguments, train_args: TrainArguments) -> dict[str,
     draws = data_args.eval_samples > 0 or train_args.shuffle_dataset or shares
     return {
         "format": FORMAT,
-        "assistant_only_loss": train_args.assistant_only_loss,
+        "answers_only": answers_only(train_args),
         "completion_only_loss": train_args.completion_only_loss,
         "max_length": train_args.max_length,
         "truncation": data_args.truncation,

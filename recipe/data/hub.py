@@ -21,7 +21,7 @@ def find_builder(path: str, name: str | None, revision: str | None) -> datasets.
     cache has of the data set, whatever revision was asked for; this does not.
 
     Raises:
-        LookupError: the hub cannot be had, and the cache has other revisions only.
+        LookupError: the hub does not give it, and the cache has other revisions only.
         OSError, ValueError, RuntimeError, DatasetsError: as `datasets.load_dataset_builder`.
     """
     is_commit = COMMIT.fullmatch(revision or "") is not None
@@ -34,13 +34,15 @@ def find_builder(path: str, name: str | None, revision: str | None) -> datasets.
         return builder
     cached = _cached(path, name, revision)
     if cached is None and revision is not None:
-        raise LookupError(f"the Hub cannot be reached, and the cache has the revision {builder.hash}")
+        raise LookupError(f"the Hub does not give it, and the cache has revision {builder.hash}")
     return cached or builder
 
 
 def _cached(path: str, name: str | None, revision: str | None) -> datasets.DatasetBuilder | None:
     """The prepared data set at `revision` in the cache, if there is one and it is the only one."""
     commit = _commit(path, revision)
+    if commit is None:
+        return None
     *namespace, last = path.split("/")
     root = Path(datasets.config.HF_DATASETS_CACHE) / "___".join([*namespace, camelcase_to_snakecase(last)])
     found = []
@@ -49,7 +51,7 @@ def _cached(path: str, name: str | None, revision: str | None) -> datasets.Datas
         # A folder that is not named after its configuration is of a call with other arguments.
         if info.is_file() and json.loads(info.read_text())["config_name"] == folder.parts[-3]:
             found.append(folder)
-    if commit is None or len(found) != 1:
+    if len(found) != 1:
         return None
     config, version, _ = found[0].parts[-3:]
     return Cache(repo_id=path, dataset_name=last, config_name=config, version=version, hash=commit)

@@ -61,11 +61,16 @@ def _format(source: Source, text_field: str, asked: bool) -> Format:
     raise UserError(f"{source.spec.key} '{source.spec.path}': {unread or 'the data set is empty'}")
 
 
+def answers_only(args: TrainArguments) -> bool:
+    """Whether answers alone are trained, where there are answers."""
+    return args.assistant_only_loss is not False
+
+
 def template_of(inputs: list[Input], args: TrainArguments, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The chat template that the inputs need; None where there are no chats.
 
     Raises:
-        UserError: only answers are to be trained, and there are texts, or the template does not mark answers.
+        UserError: answers alone are asked for and there are texts, or the template does not mark answers.
     """
     texts = [one for one in inputs if not one.format.chat and not one.format.prompted]
     if args.assistant_only_loss and texts:
@@ -77,5 +82,5 @@ def template_of(inputs: list[Input], args: TrainArguments, tokenizer: PreTrained
     chats = [one for one in inputs if one.format.chat]
     if not chats:
         return None
-    marks = args.assistant_only_loss or any(one.format.prompted and one.reading.completion_only for one in chats)
+    marks = answers_only(args) or any(one.format.prompted and one.reading.completion_only for one in chats)
     return resolve_template(tokenizer, args.chat_template_path, marks)

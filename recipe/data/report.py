@@ -212,10 +212,7 @@ class Report:
             yield "rows", f"{split.rows:,}"
             yield "tokens", f"{split.tokens:,}"
             yield "trained tokens", f"{split.trained_tokens:,} ({split.trained_tokens / split.tokens:.1%})"
-            yield (
-                "longer than max_length, " + ("split" if self.truncation == "split" else "cut"),
-                f"{split.rows_truncated:,}",
-            )
+            yield f"rows {'split' if self.truncation == 'split' else 'cut'}", f"{split.rows_truncated:,}"
             yield "duplicates", f"{split.duplicates:,}"
             yield f"blocks of {self.max_length:,}", "-" if split.num_blocks is None else f"{split.num_blocks:,}"
             fill = split.packing_efficiency

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import recipe.data.build
+import recipe.data.stage
 from recipe.data import prepare
 from recipe.data.report import Report
 
@@ -16,14 +17,14 @@ REPOSITORY = Path(__file__).parents[2]
 def count_rows(monkeypatch):
     """Numbers of rows of the chunks that were worked on."""
     calls = []
-    work = recipe.data.build.RowWork.__call__
+    work = recipe.data.stage.RowWork.__call__
 
     def counted(self, chunk):
         batch = work(self, chunk)
         calls.append(batch.rows_read)
         return batch
 
-    monkeypatch.setattr(recipe.data.build.RowWork, "__call__", counted)
+    monkeypatch.setattr(recipe.data.stage.RowWork, "__call__", counted)
     return calls
 
 
@@ -83,6 +84,7 @@ import sys
 from pathlib import Path
 from transformers import AutoTokenizer
 import recipe.data.build
+import recipe.data.stage
 from recipe.arguments import DataArguments, TrainArguments
 from recipe.data import prepare
 

@@ -20,6 +20,7 @@ from recipe.errors import UserError
 ROWS = [{"content": "the fox"}, {"content": 'a dog, é\n"two" 字'}, {"content": "Hello"}]
 TEXTS = [suffix + packed for suffix in (".jsonl", ".json", ".csv") for packed in ("", ".gz", ".zst")]
 GOOD = b'{"content": "a"}'
+BOM = b"\xef\xbb\xbf"
 
 
 def encoded(rows: list[dict[str, str]], suffix: str) -> bytes:
@@ -75,16 +76,19 @@ def test_every_format_gives_the_same_rows_and_their_places(suffix, tmp_path):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_lines_are_counted_with_empty_ones_and_a_byte_order_mark_is_no_content(name, tmp_path):
-    content = b'\xef\xbb\xbf{"content": "a"}\r\n\n  \n{"content": "b"}'
+    content = BOM + b'\n{"content": "a"}\r\n\n  \n{"content": "b"}'
     assert rows_of(chunks_of(tmp_path / name, content)) == [
-        (f"{name}:1", {"content": "a"}),
-        (f"{name}:4", {"content": "b"}),
+        (f"{name}:2", {"content": "a"}),
+        (f"{name}:5", {"content": "b"}),
     ]
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.csv"])
-def test_a_byte_order_mark_before_a_list_and_a_header(name, tmp_path):
-    content = b"\xef\xbb\xbf" + encoded(ROWS, Path(name).suffix)
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [("rows.jsonl", BOM), ("rows.json", BOM), ("rows.csv", BOM), ("rows.json", BOM + b"\n "), ("rows.json", b"\n")],
+)
+def test_a_byte_order_mark_and_empty_lines_before_the_rows(name, before, tmp_path):
+    content = before + encoded(ROWS, Path(name).suffix)
     assert [fields for _, fields in rows_of(chunks_of(tmp_path / name, content))] == ROWS
 
 

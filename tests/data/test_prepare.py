@@ -176,6 +176,14 @@ def test_evaluation_sources(chats, write, data_args, train_args, tokenizer, tmp_
     assert prepared.report.warnings == ["3 of the rows that are evaluated on are trained on too"]
 
 
+def test_a_source_of_which_nothing_is_left(chats, chat, write, data_args, train_args, tokenizer):
+    good, bad = write(chats, "good.jsonl"), write([chat("a")], "bad.jsonl")
+    with pytest.raises(UserError, match=r"datasets\[1\] '.*bad.jsonl': no row is left to train on"):
+        prepare(data_args(None, datasets=[good, bad], max_bad_rows=1), train_args(), tokenizer)
+    with pytest.raises(UserError, match=r"eval_datasets\[0\] '.*bad.jsonl': no row is left to evaluate on"):
+        prepare(data_args(good, eval_datasets=[bad], max_bad_rows=1), train_args(), tokenizer)
+
+
 def test_duplicates_are_counted(chats, write, data_args, train_args, tokenizer):
     report = prepare(data_args(write([*chats, chats[0], chats[0], chats[7]])), train_args(), tokenizer).report
     assert (report.train.rows, report.train.duplicates) == (33, 3)

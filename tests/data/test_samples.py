@@ -1,7 +1,10 @@
 """What `recipe data` shows of the prepared rows, in a terminal and on its page."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -10,6 +13,7 @@ from recipe.cli import main
 from recipe.data import prepare
 from recipe.data.page import write_page
 from recipe.data.samples import BOLD, DIM, GREEN, RESET, paint, pick
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -138,3 +142,23 @@ def test_command_replaces_the_configured_sources(config, chats, write, capsys):
 def test_command_says_what_is_wrong(keys, problem, config, capsys):
     assert main(["data", *config, *keys]) == 2
     assert re.search(problem, capsys.readouterr().err)
+
+
+OFFLINE = """
+import socket, sys
+def refuse(self, address):
+    raise AssertionError(f"asked for {address}")
+socket.socket.connect = socket.socket.connect_ex = refuse
+from recipe.cli import main
+sys.exit(main(["data", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_command_asks_nothing_of_the_network(config, tmp_path):
+    """With nothing said about being offline."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment["HF_HOME"] = str(tmp_path / "hf")
+    command = [sys.executable, "-c", OFFLINE, *config]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

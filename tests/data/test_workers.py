@@ -102,11 +102,17 @@ def test_a_process_that_is_killed():
         list(in_order(work, range(50), 2))
 
 
-def test_breaking_off_ends_the_processes():
-    results = in_order(pid, range(1_000_000), 2)
+def test_breaking_off_ends_the_processes_and_waits_for_none():
+    def work(number: int) -> int:
+        time.sleep(0 if number < 10 else 1)
+        return os.getpid()
+
+    results = in_order(work, range(1_000_000), 2)
     pids = {next(results) for _ in range(10)}
     assert pids <= {child.pid for child in multiprocessing.active_children()}
+    start = time.monotonic()
     results.close()
+    assert time.monotonic() - start < 0.5
     wait_for_the_end(pids)
 
 
