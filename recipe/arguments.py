@@ -288,6 +288,8 @@ class _Parser(TrlParser):
             config = read_config(path)
         flags = [arg[2:].split("=", 1)[0].replace("-", "_") for arg in argv if arg.startswith("--")]
         flags = [flag.removeprefix("no_") if flag not in self.keys else flag for flag in flags if flag != "help"]
+        if mappings := {"datasets", "eval_datasets"} & {*flags}:
+            raise UserError(f"--{min(mappings)} is for the YAML file; on the command line give --data PATH ...")
         raise_if(
             [
                 *self.unknown(config, f"in {path}"),
@@ -317,6 +319,8 @@ class _Parser(TrlParser):
             return []
         hint = self.hints[key]
         kinds = [get_origin(part) or part for part in (get_args(hint) or [hint])]
+        if list in kinds and str not in kinds and value is not None and not isinstance(value, list):
+            return [f"{key} in {path} is {value!r}; give a list"]
         if value is None or isinstance(value, list | dict):
             fits = type(value) in kinds or get_origin(hint) is type(value) or value == self.keys[key].default
             return [] if fits else [f"{key} in {path} is {value!r}; give a plain value"]

@@ -79,6 +79,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         raise UserError(f"no tokenizer in {folder}: {error}") from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
+    if "legacy" in vars(tokenizer):
+        # Llama's: where spaces are set. transformers 5.24 forgets it in `save_pretrained`, and the exported tokenizer
+        # would make other tokens than the run has trained on.
+        tokenizer.init_kwargs["legacy"] = tokenizer.legacy
     return tokenizer
 
 

@@ -280,5 +280,11 @@ def test_a_list_of_sources_in_the_yaml(config):
         "datasets:\n- a.jsonl\n- {path: b.jsonl, weight: 2, split: train}\neval_datasets: [{path: c.jsonl}]\n"
     )
     data = parse_arguments(argv)[0]
+    assert refused(["--datasets", "a.jsonl"]) == [
+        "--datasets is for the YAML file; on the command line give --data PATH ..."
+    ]
+    for value in ("a.jsonl", "{path: a.jsonl}"):
+        (problem,) = refused(config(f"datasets: {value}\n"))
+        assert problem.endswith("; give a list")
     assert data.datasets == ["a.jsonl", {"path": "b.jsonl", "weight": 2, "split": "train"}]
     assert data.eval_datasets == [{"path": "c.jsonl"}]

@@ -222,3 +222,17 @@ def test_generation_ends_at_the_tokenizers_end_token_too(known, eos, model):
     generation = generation_of(model, {"eos_token_id": known})
     assert generation.eos_token_id == eos
     assert generation.pad_token_id == 0
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_saved_tokenizer_sets_spaces_where_the_loaded_one_does(legacy: bool, tmp_path: Path) -> None:
+    from tests.data.conftest import make_tokenizer
+
+    make_tokenizer().save_pretrained(tmp_path / "first")
+    path = tmp_path / "first/tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "legacy": legacy}))
+    loaded = load_tokenizer(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    tokens = loaded.tokenize("<s>[INST]")
+    assert tokens[1].startswith("▁") is legacy, "the two differ"
+    assert load_tokenizer(tmp_path / "second").tokenize("<s>[INST]") == tokens

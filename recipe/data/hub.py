@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 from datasets.naming import camelcase_to_snakecase
 from datasets.packaged_modules.cache.cache import Cache
-from huggingface_hub import is_offline_mode, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -24,8 +24,7 @@ def find_builder(path: str, name: str | None, revision: str | None) -> datasets.
         LookupError: the hub does not give it, and the cache has other revisions only.
         OSError, ValueError, RuntimeError, DatasetsError: as `datasets.load_dataset_builder`.
     """
-    is_commit = COMMIT.fullmatch(revision or "") is not None
-    if is_commit or is_offline_mode():
+    if COMMIT.fullmatch(revision or ""):
         builder = _cached(path, name, revision)
         if builder is not None:
             return builder

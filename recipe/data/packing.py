@@ -1,6 +1,6 @@
 """Several rows in one block of `max_length` tokens, by TRL's best-fit-decreasing packing (arXiv:2404.10830).
 
-Rows are never cut: `recipe.data.tokenization.fit` has brought them to length. What keeps them apart in the model is
+Rows are never cut: `recipe.data.length.fit` has brought them to length. What keeps them apart in the model is
 `seq_lengths`, from which TRL's padding-free collator makes positions that restart at each row.
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recipe.data.tokenization import TOO_LONG
+from recipe.data.length import TOO_LONG
 
 NUM_BINS = 40
 MAX_CUT = 0.05  # share of rows that lose their end above which the report warns

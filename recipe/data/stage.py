@@ -16,10 +16,11 @@ from tqdm.auto import tqdm
 from recipe.arguments import DataArguments, TrainArguments
 from recipe.data.formats import Example, Format, Reading
 from recipe.data.inputs import Input
+from recipe.data.length import fit
 from recipe.data.report import Lengths, Reason, SourceReport
 from recipe.data.rows import BadRow, Chunk, Dropped
 from recipe.data.sources import Source
-from recipe.data.tokenization import Encoder, fit
+from recipe.data.tokenization import Encoder
 from recipe.data.workers import in_order, num_workers
 from recipe.errors import UserError, raise_if
 

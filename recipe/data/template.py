@@ -72,8 +72,8 @@ def resolve_template(
 def _takes_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a space written after bos makes the "▁[INST]" of Meta's SentencePiece model, which sets one there itself.
 
-    Llama-2's tokenizer.json sets one too; written out, it would be the second. transformers' `LlamaTokenizer` sets it at
-    the start of a text alone, and after bos with `legacy=True` (never twice), which `save_pretrained` (5.24) forgets.
+    Llama-2's tokenizer.json sets one too, and a second would follow. transformers' `LlamaTokenizer` sets it where texts
+    begin, and after bos only with `legacy=True` (never twice), which `save_pretrained` (5.24) forgets.
     """
     tokens = tokenizer.backend_tokenizer.encode(f"{tokenizer.bos_token} [INST]", add_special_tokens=False).tokens
     return "".join(tokens[1:]) == "▁[INST]"

@@ -8,6 +8,7 @@ set a space before every text they encode (Llama-2's) cannot do that; the templa
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -67,7 +68,7 @@ class Encoder:
         self.marked = self.template is not None and has_generation_markers(self.template)
         self.bos, self.eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        self.special = {_as_json(token): token for token in special}
+        self.special = re.compile("|".join(re.escape(_as_json(token)) for token in special) or "(?!)")
         self.apart = encodes_apart(self.backend)
         self.adds_eos = self.backend.encode("a").ids[-1:] == [self.eos]
         self.answer_prompt = self._answer_prompt() if self.marked else ""
@@ -201,10 +202,8 @@ class Encoder:
 
     def _check_control(self, where: str, value: Any) -> None:
         """No special token in any of the texts of a message, or of the tools."""
-        text = json.dumps(value, ensure_ascii=False, default=str)
-        for written, token in self.special.items():
-            if written in text:
-                raise BadRow("control token in a message", f"{where} holds {token}; take it out")
+        if token := self.special.search(json.dumps(value, ensure_ascii=False, default=str)):
+            raise BadRow("control token in a message", f"{where} holds {token[0]}; take it out")
 
     def _check(self, chat: Chat, row: Encoded) -> None:
         """Exactly one eos an answer, one bos where there is one, some tokens trained and not all (trl#4879)."""
@@ -332,24 +331,3 @@ def _check_complete(text: str, messages: list[dict[str, Any]], tools: list[dict[
     for tool in tools or []:
         if tool["function"]["name"] not in text:
             raise BadRow(LOST, f"the description of the tool {tool['function']['name']}; see tool_turns")
-
-
-# -- length --------------------------------------------------------------------------------------------------------
-
-NO_LABEL = "no trained token within max_length"
-TOO_LONG = "longer than max_length"
-
-
-def fit(row: Encoded, max_length: int, policy: str) -> tuple[list[Encoded], str | None]:
-    """Bring a row to at most `max_length` tokens by `truncation`'s policy ('drop', 'right' or 'split').
-
-    Returns:
-        The pieces that hold something to learn (one, unless split), and why there is none, or None.
-    """
-    length = len(row.ids)
-    if length > max_length and policy == "drop":
-        return [], TOO_LONG
-    starts = range(0, length if policy == "split" else 1, max_length)
-    pieces = [Encoded(row.ids[at : at + max_length], row.labels[at : at + max_length]) for at in starts]
-    pieces = [piece for piece in pieces if piece.num_trained]
-    return pieces, None if pieces else NO_LABEL

@@ -132,8 +132,9 @@ def test_configurations_and_splits(reader):
     assert "(configuration small, split 'test', " in no_test["error"] and 'Unknown split "test"' in no_test["error"]
     assert test["name"].startswith("owner/two (test) at ")
     assert len({small["identity"], large["identity"], test["identity"]}) == 3
-    small, unclear, other = reader.open(specs[0], {"path": "owner/two"}, {}, HF_HUB_OFFLINE="1")
-    assert small["texts"] == ["small"]
+    pinned = {**specs[0], "revision": small["revision"]}
+    small, again, unclear, other = reader.open(specs[0], pinned, {"path": "owner/two"}, {}, HF_HUB_OFFLINE="1")
+    assert small["texts"] == again["texts"] == ["small"]
     assert "ConnectionError: Couldn't reach 'owner/Texts' on the Hub" in other["error"]
     assert "multiple 'owner/two' configurations in the cache: " in unclear["error"]
 

@@ -159,6 +159,7 @@ def test_loss_weights(key, weight, trained):
         ({"u1": {"loss_weight": 1}}, "loss weight", "message 1 (user) has loss_weight 1; give 0: only answers are tr"),
         ({"a2": {"weight": 0}}, "nothing to learn", "every answer has the loss weight 0"),
         ({"a2": {"weight": 0, "train": 1}}, "nothing to learn", "every answer has the loss weight 0"),
+        ({"a2": {"loss_weight": 1, "train": 0}}, "nothing to learn", "every answer has the loss weight 0"),
     ],
 )
 def test_loss_weights_that_are_refused(changes, reason, detail):

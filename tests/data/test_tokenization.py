@@ -9,6 +9,7 @@ from trl.chat_template_utils import llama3_1_chat_template, qwen2_5_chat_templat
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from recipe.data.formats import Text
+from recipe.data.length import NO_LABEL, TOO_LONG, fit
 from recipe.data.messages import Chat
 from recipe.data.rows import BadRow
 from recipe.data.template import TEMPLATES, read_template, resolve_template
@@ -17,13 +18,10 @@ from recipe.data.tokenization import (
     IGNORE,
     LOST,
     MASK,
-    NO_LABEL,
-    TOO_LONG,
     Encoded,
     Encoder,
     _masked,
     encodes_apart,
-    fit,
 )
 from tests.data.conftest import IM_END, byte_level_tokenizer, llama_tokenizer, make_tokenizer, pieces
 
