@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from recipe import __version__, noise  # noqa: F401 - noise before a command imports the libraries that speak
@@ -96,7 +97,9 @@ def _data(parser: argparse.ArgumentParser) -> None:
         "Reads, checks, tokenizes and packs the data of a run, once; training with the same keys then maps what lies "
         "in data_cache_dir. No GPU and no weights are needed."
     )
-    parser.add_argument("--samples", type=int, default=3, metavar="N", help="rows to show (default 3)")
+    parser.add_argument(
+        "--samples", type=partial(_count, least=0), default=3, metavar="N", help="rows to show (default 3)"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the same as a page, with histograms")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run, takes_keys=True)
@@ -131,10 +134,10 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def _count(text: str) -> int:
+def _count(text: str, least: int = 1) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is less than {least}")
     return number
 
 

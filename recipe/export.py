@@ -222,7 +222,7 @@ def describe(
     """Write what a model's folder holds beside its weights, of a model like `fresh`."""
     described = copy.deepcopy(config)
     described.use_cache, described.architectures = True, [type(fresh).__name__]
-    described.pad_token_id = generation.pad_token_id
+    described.pad_token_id, described.eos_token_id = generation.pad_token_id, generation.eos_token_id
     described.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     generation.save_pretrained(folder)

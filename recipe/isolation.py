@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import datasets
+import numpy as np
+import pyarrow.compute as pc
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from recipe.errors import UserError
 
 MAX_TOKENS = 2048  # of the block; attention that is not fused needs memory that grows with the square
-SEARCHED = 200  # blocks looked at for one with several rows
 # Difference of hidden states after the last norm, where values are about 1: in fp32 the largest one. Flash Attention
 # knows no fp32; in bf16 it is the mean over tokens of each one's largest, for rounding sends a few tokens of a mixture
 # of experts to another expert.
@@ -52,18 +53,18 @@ def check_isolation(
     Raises:
         UserError: a row saw its neighbours, or the gate could not tell.
     """
-    block = _block(blocks)
-    if block is None:
-        return "packing: no block has two rows, so there is nothing to keep apart"
+    batch_rows, lengths = _batch(blocks)
+    if len(lengths) < 2:
+        return "packing: there is one row, and nothing to keep apart"
     dtype = torch.bfloat16 if "flash" in attention else torch.float32
     try:
         model = _small_model(config, attention, dtype, device, trust_remote_code)
-        batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in collate([block]).items()}
+        batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in collate(batch_rows).items()}
         del batch["labels"]
         packed = _hidden(model, batch)
         joined = {"input_ids": batch["input_ids"], "position_ids": torch.arange(packed.shape[0], device=device)[None]}
         leaking = _hidden(model, joined)
-        rows = batch["input_ids"][:, : len(block["input_ids"])].split(block["seq_lengths"], dim=1)  # without padding
+        rows = batch["input_ids"][:, : sum(lengths)].split(lengths, dim=1)  # without padding
         alone = torch.cat([_hidden(model, {"input_ids": ids}) for ids in rows])
         worst, leak = (_apart(hidden[: len(alone)], alone, dtype) for hidden in (packed, leaking))
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -84,7 +85,7 @@ def check_isolation(
             f"{allowed:g} is allowed; set packing: false"
         )
     return (
-        f"packing: {len(block['seq_lengths'])} rows of a block come out of a small {name} ({attention}) as they do "
+        f"packing: {len(lengths)} rows of a batch come out of a small {name} ({attention}) as they do "
         f"alone, within {worst:.1g}; seeing each other they would differ by {leak:.1g}"
     )
 
@@ -95,24 +96,28 @@ def _apart(hidden: torch.Tensor, alone: torch.Tensor, dtype: torch.dtype) -> flo
     return (by_token.max() if dtype == torch.float32 else by_token.mean()).item()
 
 
-def _block(blocks: datasets.Dataset) -> dict[str, Any] | None:
-    """The first block with two rows or more, and of it as many rows as the gate can take; long ones are cut."""
-    for block in blocks.select(range(min(SEARCHED, len(blocks)))):
-        lengths = block["seq_lengths"]
-        if len(lengths) < 2:
-            continue
+def _batch(blocks: datasets.Dataset) -> tuple[list[dict[str, Any]], list[int]]:
+    """A block with several rows, or two blocks where there is none (a collator joins them too), cut to what the gate
+    can take; and the lengths of the rows."""
+    counts = pc.list_value_length(blocks.with_format("arrow")[:]["seq_lengths"]).to_numpy()
+    several = np.flatnonzero(counts > 1)
+    chosen = several[:1] if len(several) else np.arange(min(2, len(blocks)))
+    cut: list[dict[str, Any]] = []
+    kept: list[int] = []
+    for at in chosen.tolist():
+        block, start = blocks[at], 0
         ids: list[int] = []
-        kept: list[int] = []
-        start = 0
-        for length in lengths:
+        lengths: list[int] = []
+        for length in block["seq_lengths"]:
             some = min(length, MAX_TOKENS // 2)
-            if len(ids) + some > MAX_TOKENS:
+            if sum(kept) + some > MAX_TOKENS:
                 break
             ids += block["input_ids"][start : start + some]
+            lengths.append(some)
             kept.append(some)
             start += length
-        return {"input_ids": ids, "labels": ids, "seq_lengths": kept}
-    return None
+        cut.append({"input_ids": ids, "labels": ids, "seq_lengths": lengths})
+    return [block for block in cut if block["input_ids"]], kept
 
 
 def _small_model(

@@ -68,8 +68,10 @@ def positions_problems(config: PretrainedConfig, max_length: int | None) -> list
     return [f"max_length is {max_length} and the model has {positions} positions; set at most {positions}"]
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer, with a pad token: its own, else <unk>, else the end token.
+def load_tokenizer(
+    folder: Path, trust_remote_code: bool = False, eos_token: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, with a pad token: its own, else <unk>, else the end token; and with another end token, if asked.
 
     Padding never enters the loss, whichever token it is; an existing one is taken so that the embedding keeps its size.
     """
@@ -77,6 +79,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError) as error:
         raise UserError(f"no tokenizer in {folder}: {error}") from None
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            raise UserError(f"eos_token '{eos_token}' is not in the tokenizer's vocabulary; set it to one that is")
+        tokenizer.eos_token = eos_token
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
     if "legacy" in vars(tokenizer):

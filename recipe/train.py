@@ -148,9 +148,14 @@ def data_on_every_rank(
     raise_if(problems)
     with rendezvous.all_or_none("data on every node"):
         if data is None and os.environ.get("LOCAL_RANK", "0") == "0":
-            data = load(data_args, train_args, tokenizer, name) or prepare(data_args, train_args, tokenizer)
+            data = load(data_args, name) or prepare(data_args, train_args, tokenizer)
+            if data.fingerprint != name:
+                raise UserError(
+                    "the data or the tokenizer differ from those of rank 0; give all nodes the same files, or a "
+                    f"data_cache_dir that all see (it is '{data_args.data_cache_dir}')"
+                )
     with rendezvous.all_or_none("data on every rank"):
-        data = data or load(data_args, train_args, tokenizer, name)
+        data = data or load(data_args, name)
         if data is None:
             raise UserError(
                 f"data_cache_dir '{data_args.data_cache_dir}' is not the same folder for all ranks of a node"

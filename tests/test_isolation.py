@@ -7,7 +7,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, MixtralConfig, Qwen3Conf
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from recipe.errors import UserError
-from recipe.isolation import MAX_TOKENS, SEARCHED, check_isolation
+from recipe.isolation import MAX_TOKENS, check_isolation
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def check(config=None, attention="sdpa", collate=None, packed=None):
 )
 def test_rows_are_apart_in_models_of_several_kinds(config, attention):
     line = check(config, attention)
-    assert line.startswith("packing: 3 rows of a block come out of a small ")
+    assert line.startswith("packing: 3 rows of a batch come out of a small ")
     assert float(line.rsplit(" ", 1)[1]) > 0.5, "a leak would have been seen"
 
 
@@ -100,8 +100,13 @@ def test_the_random_numbers_of_the_run_are_untouched():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_blocks_of_one_row_are_passed_over_and_long_rows_are_cut():
-    assert check(packed=blocks([40], [10], [30, 20])).startswith("packing: 2 rows")
-    assert check(packed=blocks([40], [10])) == "packing: no block has two rows, so there is nothing to keep apart"
-    assert check(packed=blocks(*[[9]] * SEARCHED, [3, 3])).startswith("packing: no block has two rows")
+def test_a_block_with_several_rows_is_found_wherever_it_is_and_long_rows_are_cut():
+    assert check(packed=blocks([40], [10], [30, 20, 5])).startswith("packing: 3 rows")
+    assert check(packed=blocks(*[[9]] * 500, [3, 3, 3])).startswith("packing: 3 rows")
     assert check(packed=blocks([4 * MAX_TOKENS, 5, 4 * MAX_TOKENS])).startswith("packing: 2 rows")
+
+
+def test_blocks_of_one_row_are_joined_as_a_batch_of_several_is():
+    assert check(packed=blocks([40], [10], [7])).startswith("packing: 2 rows")
+    assert check(packed=blocks([4 * MAX_TOKENS], [4 * MAX_TOKENS])).startswith("packing: 2 rows")
+    assert check(packed=blocks([40])) == "packing: there is one row, and nothing to keep apart"

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from recipe.arguments import ModelArguments
 from recipe.errors import UserError
+from recipe.export import describe
 from recipe.model import (
     attention_problems,
     find_folder,
@@ -236,3 +237,19 @@ def test_a_saved_tokenizer_sets_spaces_where_the_loaded_one_does(legacy: bool, t
     tokens = loaded.tokenize("<s>[INST]")
     assert tokens[1].startswith("▁") is legacy, "the two differ"
     assert load_tokenizer(tmp_path / "second").tokenize("<s>[INST]") == tokens
+
+
+def test_an_end_token_that_is_asked_for_reaches_what_is_saved_with_the_model(tiny_model: Path, tmp_path: Path) -> None:
+    """Case D2: the tokenizer, the configuration and the generation configuration agree on it."""
+    config, tokenizer = load_config(tiny_model), load_tokenizer(tiny_model, eos_token="<unk>")
+    end = tokenizer.convert_tokens_to_ids("<unk>")
+    assert tokenizer.eos_token_id == end != config.eos_token_id
+    generation = load_generation_config(tiny_model, config, tokenizer)
+    describe(tmp_path, meta_model(config, None, torch.float32), config, tokenizer, generation)
+    for saved in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / saved).read_text())["eos_token_id"] == [config.eos_token_id, end]
+    assert load_tokenizer(tmp_path).eos_token_id == end
+    with pytest.raises(
+        UserError, match="eos_token '<end>' is not in the tokenizer's vocabulary; set it to one that is"
+    ):
+        load_tokenizer(tiny_model, eos_token="<end>")

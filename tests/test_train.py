@@ -197,7 +197,7 @@ def test_a_checkpoint_says_where_its_data_are_from_and_the_log_that_rows_are_apa
     other = write_chats(tmp_path / "other.jsonl", num_rows=10, seed=9)
     keys = {"packing": True, "save_steps": 2, "max_steps": 2, "export": False}
     run = launch(tmp_path / "run", data=[str(chats), str(other)], **keys).ok()
-    assert "rows of a block come out of a small LlamaForCausalLM (sdpa) as they do alone" in run.log
+    assert "rows of a batch come out of a small LlamaForCausalLM (sdpa) as they do alone" in run.log
     assert f"{chats}: messages, 39 rows read, 39 kept" in run.log
     first, second = Manifest.read(run.run_dir / "checkpoint-2").details["data"]
     assert (first["source"], first["format"], first["rows"]) == (str(chats), "messages", 39)

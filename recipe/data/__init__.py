@@ -1,9 +1,11 @@
 """From rows to batches' worth of tokens: sources > chats and texts > template and loss mask > length > packed blocks.
 
-`prepare` is the only door. It runs before any process group exists and calls no collective: any number of processes may
-call it, one builds, the others wait for a file lock, and all map the same files into memory (`recipe.data.cache`).
+`prepare` makes what a run trains on, and `load` maps it in other processes. That is before any process group exists,
+and calls no collective: any number of processes may prepare, one builds, the others wait for a file lock, and all map
+the same files into memory (`recipe.data.cache`).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from recipe.data.digests import Digests
 from recipe.data.inputs import Input, answers_only, inputs_of, template_of
 from recipe.data.messages import Turns
 from recipe.data.report import Report, SplitReport
-from recipe.data.sources import open_sources, read_specs
+from recipe.data.sources import Source, is_here, open_sources, read_specs
 from recipe.data.template import read_template, resolve_template
 from recipe.data.tokenization import Encoder
 from recipe.errors import UserError, raise_if
@@ -102,6 +104,10 @@ def check(data_args: DataArguments, train_args: TrainArguments) -> list[str]:
         )
     if train_args.eval_packing and not train_args.packing:
         problems.append("eval_packing is true and packing is not; set packing: true, or leave eval_packing out")
+    if train_args.padding_free and not train_args.packing:
+        problems.append("padding_free is true and packing is not; set packing: true, which is free of padding too")
+    if train_args.seed < 0:
+        problems.append(f"seed must be 0 or more, not {train_args.seed}")
     if train_args.truncation_mode != "keep_start":
         problems.append(f"truncation_mode '{train_args.truncation_mode}' is not supported; see truncation")
     if train_args.dataset_num_proc is not None and train_args.dataset_num_proc < 1:
@@ -109,14 +115,18 @@ def check(data_args: DataArguments, train_args: TrainArguments) -> list[str]:
     return problems
 
 
-def at_hand(data_args: DataArguments) -> list[str]:
-    """Whether the data are where the keys say; files are not read, a hub id's are fetched."""
+def at_hand(data_args: DataArguments, fetch: bool) -> list[str]:
+    """Whether the data are where the keys say; files are not read.
+
+    Args:
+        fetch: look at the hub too, and fetch what is not here. A run leaves that to `prepare`, in which others wait.
+    """
     try:
         specs = read_specs(data_args)
     except UserError:
         return []  # `check` lists that
     try:
-        open_sources([*specs[0], *specs[1]], _digests(data_args))
+        open_sources([spec for spec in [*specs[0], *specs[1]] if fetch or is_here(spec)], _digests(data_args))
     except UserError as error:
         return error.problems
     return []
@@ -125,14 +135,12 @@ def at_hand(data_args: DataArguments) -> list[str]:
 def prepare(data_args: DataArguments, train_args: TrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
     """Read, validate, tokenize, truncate and pack the run's data, or map what an earlier call made of them.
 
-    Sets `tokenizer.eos_token` to `train_args.eos_token` if that is given, as TRL does.
-
     Raises:
         UserError: keys that do not go together; missing, empty or unreadable data; bad rows, with their places; a
             template without marks or eos; nothing left within `max_length`.
     """
     raise_if(check(data_args, train_args))
-    _check_tokenizer(tokenizer, train_args.eos_token)
+    _check_tokenizer(tokenizer)
     train_specs, test_specs = read_specs(data_args)
     opened = open_sources([*train_specs, *test_specs], _digests(data_args))
     turns = Turns.of(data_args)
@@ -165,22 +173,23 @@ def prepare(data_args: DataArguments, train_args: TrainArguments, tokenizer: Pre
     notes = tuple(note for source in opened for note in source.notes)
     if template is not None and not answers_only(train_args):
         notes += ("every token of a chat is trained, questions too (assistant_only_loss: false)",)
-    return _mapped(folder, data_args, notes)
+    return _mapped(folder, data_args, opened, notes)
 
 
-def load(
-    data_args: DataArguments, train_args: TrainArguments, tokenizer: PreTrainedTokenizerBase, name: str
-) -> PreparedData | None:
+def load(data_args: DataArguments, name: str) -> PreparedData | None:
     """What `prepare` made in another process, by its fingerprint; None where this machine does not see it."""
     folder = Path(data_args.data_cache_dir).expanduser() / name
     if not folder.is_dir():
         return None
-    _check_tokenizer(tokenizer, train_args.eos_token)
     return _mapped(folder, data_args)
 
 
-def _mapped(folder: Path, data_args: DataArguments, notes: tuple[str, ...] = ()) -> PreparedData:
+def _mapped(
+    folder: Path, data_args: DataArguments, opened: Sequence[Source] = (), notes: tuple[str, ...] = ()
+) -> PreparedData:
     report = Report.load(folder / REPORT)
+    if opened:  # the same content may have had other names when it was prepared
+        report = report.renamed([source.name for source in opened])
     raise_if(report.problems(data_args.max_bad_rows, data_args.max_long_rows))
     template = folder / TEMPLATE
     return PreparedData(
@@ -202,16 +211,12 @@ def _identity(one: Input) -> list[Any]:
     return [one.source.identity, one.format.name, one.reading.text_field, spec.weight, spec.samples]
 
 
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, eos_token: str | None) -> None:
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.is_fast:
         raise UserError(
             f"{type(tokenizer).__name__} is not a fast tokenizer, which the loss mask needs; "
             "convert it to a folder with a tokenizer.json"
         )
-    if eos_token is not None:
-        if eos_token not in tokenizer.get_vocab():
-            raise UserError(f"eos_token '{eos_token}' is not in the tokenizer's vocabulary; set it to one that is")
-        tokenizer.eos_token = eos_token
     if not tokenizer.eos_token:
         raise UserError("the tokenizer has no eos token, so the model cannot learn to stop; set eos_token")
 

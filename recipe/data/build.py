@@ -54,7 +54,8 @@ class Builder:
         if tested:
             if not any(len(rows) for rows in held_out):
                 raise UserError(
-                    f"{tested[0].source.spec.key} '{tested[0].source.spec.path}': no row is left to evaluate on"
+                    f"{tested[0].source.spec.key} '{tested[0].source.spec.path}': no row is left to evaluate "
+                    f"on; {mixture.WHY}"
                 )
             packing = args.packing if args.eval_packing is None else args.eval_packing
             evaluated = Split(tested, held_out, args.max_length, packing, None)

@@ -9,6 +9,8 @@ from typing import Any
 
 import xxhash
 
+from recipe.errors import UserError
+
 RACY_SECONDS = 2.0  # a file this young may change again without a change of its time
 
 
@@ -23,7 +25,17 @@ class Digests:
         self.memo = memo
 
     def of(self, path: Path) -> str:
-        """xxh3 (128 bits) of the content, in hexadecimal digits."""
+        """xxh3 (128 bits) of the content, in hexadecimal digits.
+
+        Raises:
+            UserError: the file cannot be read, or has gone.
+        """
+        try:
+            return self._of(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+
+    def _of(self, path: Path) -> str:
         known = self._read()
         place, state = str(path.resolve()), _state(path)
         entry = known.get(place)

@@ -74,31 +74,75 @@ class Table:
     size: int
 
     def rows(self) -> Iterator[Row]:
+        columns = {field.name: _reader(field.type) for field in self.table.schema}
+        readers = {name: read for name, read in columns.items() if read is not None}
         try:
-            rows = [Row(number, fields) for number, fields in enumerate(self.table.to_pylist(), self.first)]
+            rows = self.table.to_pylist()
         except (ValueError, OverflowError):  # of some of the rows: text that is not UTF-8, a date after the year 9999
-            rows = [self._row(at) for at in range(self.table.num_rows)]
-        yield from rows
+            rows = [self._fields(at) for at in range(self.table.num_rows)]
+        for number, fields in enumerate(rows, self.first):
+            yield Row(number, {}, fields) if isinstance(fields, BadRow) else _read(number, fields, readers)
 
-    def _row(self, at: int) -> Row:
+    def _fields(self, at: int) -> dict[str, Any] | BadRow:
         try:
-            return Row(self.first + at, *self.table.slice(at, 1).to_pylist())
+            (fields,) = self.table.slice(at, 1).to_pylist()
         except (ValueError, OverflowError) as error:
-            return Row(self.first + at, {}, BadRow("a value that cannot be read", str(error)))
+            return BadRow("a value that cannot be read", str(error))
+        return fields
 
     def place(self, number: int) -> str:
         return f"{self.path} row {number}"
 
 
+def _reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What makes of a value that Arrow gives the one that was written; None where it is that already.
+
+    JSON is decoded: `datasets` writes values of mixed types so (its feature `Json`), alone or inside lists and structs.
+    And a struct has a null for each key of the column that the row did not have, so the keys of nulls are left out.
+    That cannot be told from a null that was written, unlike in JSON, where nulls stay.
+    """
+    if isinstance(kind, pa.JsonType):
+        return lambda text: None if text is None else _loads(text)
+    if pa.types.is_struct(kind):
+        keys = [(field.name, _reader(field.type)) for field in kind.fields]
+        return lambda value: (
+            None
+            if value is None
+            else {key: read(value[key]) if read else value[key] for key, read in keys if value[key] is not None}
+        )
+    is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
+    if any(matches(kind) for matches in (*is_list, pa.types.is_large_list_view)):
+        read = _reader(kind.value_type)
+        return read and (lambda items: None if items is None else [read(item) for item in items])
+    return None
+
+
+def _read(number: int, fields: dict[str, Any], readers: dict[str, Callable[[Any], Any]]) -> Row:
+    column = ""
+    try:
+        for column, read in readers.items():
+            fields[column] = read(fields[column])
+    except BadRow as problem:
+        return Row(number, {}, BadRow(problem.reason, f"'{column}': {problem.detail}"))
+    return Row(number, fields)
+
+
+def _loads(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadRow("not valid JSON", f"{error.msg} at column {error.pos + 1}") from None
+    except UnicodeDecodeError as error:
+        raise BadRow("not UTF-8", f"{error.reason} at byte {error.start + 1}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+        raise BadRow("not valid JSON", str(error)) from None
+
+
 def _parse(number: int, line: bytes) -> Row:
     try:
-        return _row(number, json.loads(line))
-    except json.JSONDecodeError as error:
-        return Row(number, {}, BadRow("not valid JSON", f"{error.msg} at column {error.pos + 1}"))
-    except UnicodeDecodeError as error:
-        return Row(number, {}, BadRow("not UTF-8", f"{error.reason} at byte {error.start + 1}"))
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
-        return Row(number, {}, BadRow("not valid JSON", str(error)))
+        return _row(number, _loads(line))
+    except BadRow as problem:
+        return Row(number, {}, problem)
 
 
 def _row(number: int, value: Any) -> Row:

@@ -19,6 +19,8 @@ SYNONYMS = {
     "function": "tool",
 }
 THOUGHTS = "reasoning_content"
+THOUGHTS_TOO = ("thinking", "reasoning")  # other names of it, as transformers has them
+UNREAD = ("refusal", "audio", "image", "images", "video", "videos")  # would be left out in silence
 WEIGHTS = ("loss_weight", "weight", "train")  # LLaMA-Factory's, OpenAI's and axolotl's word for "train on this turn"
 
 
@@ -161,16 +163,21 @@ def parse_turn(where: str, value: Any) -> Turn:
     extra: dict[str, Any] = {}
     if named == "function_call":
         extra["tool_calls"], content = _calls(where, content), ""
+    elif value.get("function_call"):  # OpenAI's older form
+        extra["tool_calls"], content = _calls(where, value["function_call"]), content or ""
     elif value.get("tool_calls"):
         extra["tool_calls"], content = _calls(where, value["tool_calls"]), content or ""
     text = _text(where, content)
     check_text(where, text)
-    for key in ("name", "tool_call_id", THOUGHTS):
+    for key in UNREAD:
+        if value.get(key):
+            raise BadRow("content that is not read", f"{where} has '{key}'; take it out, or put it into the content")
+    for key in ("name", "tool_call_id", *THOUGHTS_TOO, THOUGHTS):
         if value.get(key) is not None:
             if not isinstance(value[key], str):
                 raise BadRow("not text", f"{where}: {key} is {type(value[key]).__name__}")
             check_text(where, value[key])
-            extra[key] = value[key]
+            extra[THOUGHTS if key in THOUGHTS_TOO else key] = value[key]
     return Turn(where, role, text, _trained(where, role, value), extra)
 
 

@@ -9,6 +9,8 @@ import numpy as np
 from recipe.data.sources import Spec
 from recipe.errors import UserError
 
+WHY = "its rows are bad, held out (eval_samples), or left out by a policy (truncation, tool_turns, ...)"
+
 
 def counts(specs: Sequence[Spec], available: Sequence[int]) -> list[int]:
     """Rows of each source in an epoch.
@@ -21,7 +23,7 @@ def counts(specs: Sequence[Spec], available: Sequence[int]) -> list[int]:
     """
     empty = [spec for spec, rows in zip(specs, available, strict=True) if not rows]
     if empty:
-        raise UserError(*(f"{spec.key} '{spec.path}': no row is left to train on" for spec in empty))
+        raise UserError(*(f"{spec.key} '{spec.path}': no row is left to train on; {WHY}" for spec in empty))
     # As they are written: 0.1 is a tenth.
     weights = [Fraction(str(spec.weight)) for spec in specs if spec.weight is not None]
     if not weights:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ class SourceReport:
     dropped: list[Reason]
     bad: list[Reason]
     lengths: Lengths | None
+
+    def renamed(self, name: str) -> "SourceReport":
+        def moved(reason: Reason) -> Reason:
+            of_this_file = reason.first.startswith((f"{self.name}:", f"{self.name} row "))
+            return replace(reason, first=name + reason.first.removeprefix(self.name)) if of_this_file else reason
+
+        return replace(
+            self, name=name, dropped=[moved(one) for one in self.dropped], bad=[moved(one) for one in self.bad]
+        )
 
     def length_problems(self, max_long_rows: float, max_length: int) -> list[str]:
         """Leaving a few over-long rows out is a policy; leaving out a good part of the set is a mistake."""
@@ -144,6 +153,11 @@ class Report:
         if self.leaked:
             found.append(f"{self.leaked:,} of the rows that are evaluated on are trained on too")
         return found
+
+    def renamed(self, names: list[str]) -> "Report":
+        """As if the sources had always been called `names`."""
+        sources = [source.renamed(name) for source, name in zip(self.sources, names, strict=True)]
+        return replace(self, sources=sources)
 
     def problems(self, max_bad_rows: int, max_long_rows: float) -> list[str]:
         """Whether limits that may have changed since allow these data."""

@@ -205,8 +205,29 @@ def open_sources(specs: list[Spec], digests: Digests) -> list[Source]:
     return found
 
 
+def is_here(spec: Spec) -> bool:
+    """Whether it is, or by its name has to be, on this machine's disks; else it is a hub id."""
+    path = _path(spec)
+    return (
+        path.exists()
+        or has_magic(spec.path)
+        or format_of(path) is not None
+        or path.suffix in COMPRESSED
+        or spec.path.startswith(("/", "./", "../", "~"))
+    )
+
+
+def _path(spec: Spec) -> Path:
+    try:
+        path = Path(spec.path).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # no such user, a name that is too long
+        raise UserError(f"{spec.key} '{spec.path}' cannot be looked for: {error}; give another path") from None
+    return path
+
+
 def _open(spec: Spec, digests: Digests) -> Source:
-    path = Path(spec.path).expanduser()
+    path = _path(spec)
     if path.is_file():
         return _open_files(spec, [path], digests)
     if path.is_dir():
@@ -216,7 +237,7 @@ def _open(spec: Spec, digests: Digests) -> Source:
         if not files:
             raise UserError(f"{spec.key} '{spec.path}': no file matches (looked from {Path.cwd()})")
         return _open_files(spec, files, digests)
-    if format_of(path) or path.suffix in COMPRESSED or spec.path.startswith(("/", "./", "../", "~")):
+    if is_here(spec):
         raise UserError(f"{spec.key} '{spec.path}': no such file or folder (looked for {path.absolute()})")
     return _open_hub(spec)
 

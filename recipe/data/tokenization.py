@@ -72,6 +72,7 @@ class Encoder:
         self.apart = encodes_apart(self.backend)
         self.adds_eos = self.backend.encode("a").ids[-1:] == [self.eos]
         self.answer_prompt = self._answer_prompt() if self.marked else ""
+        self.dropped = self._dropped() if self.template is not None else set()
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | BadRow]:
         """Encode many rows at once, without truncation; a row that cannot be trained on gives its reason."""
@@ -106,7 +107,7 @@ class Encoder:
 
     def _bare(self, row: Text) -> tuple[str, str, bool]:
         """Prompt and text without a bos before them or an eos after; and whether there was a bos."""
-        bos, eos = self.tokenizer.bos_token, str(self.tokenizer.eos_token)
+        bos, eos = self.tokenizer.bos_token or None, str(self.tokenizer.eos_token)
         prompt, text = row
         head = prompt or text
         had_bos = bos is not None and head.lstrip().startswith(bos)
@@ -148,9 +149,13 @@ class Encoder:
             (text,), spans = self._apply(messages, chat.tools, return_assistant_tokens_mask=self.marked)
         except (TemplateError, TypeError) as error:  # TypeError: a template that adds what may be None
             raise BadRow("the chat template refuses it", f"{type(error).__name__}: {error}") from None
-        _check_complete(text, messages, chat.tools)
+        _check_complete(text, messages, chat.tools, self.dropped)
         if self._whole(chat):
             return [(text, True)]
+        if not self.answers_only and not chat.answers_only:
+            raise BadRow(
+                "loss weight", "an answer has the weight 0, and assistant_only_loss: false trains all of a chat"
+            )
         if not self.marked:
             raise BadRow(
                 MASK, f"some answers are not trained, and the chat template does not mark answers{MASK_WAY_OUT}"
@@ -171,6 +176,33 @@ class Encoder:
         except (TemplateError, TypeError):
             return ""
         return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
+
+    def _dropped(self) -> set[str]:
+        """Which of 'system', 'tool', 'tools' and 'arguments' the template leaves out. Rows alone do not tell: what is
+        left out of one may stand elsewhere in it, too."""
+        roles = ("system", "user", "assistant")
+        said = {role: f"what-the-{role}-says" for role in (*roles, "tool")}
+        call = {"name": "call-of-a-tool", "arguments": {"what-the-tool-is-given": "an-argument"}}
+        turns: list[dict[str, Any]] = [{"role": role, "content": said[role]} for role in roles]
+        called: list[dict[str, Any]] = [
+            *turns[1:2],
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "tool", "content": said["tool"]},
+            turns[2],
+        ]
+        described = {"name": "description-of-a-tool", "parameters": {"type": "object", "properties": {}}}
+        tools = [{"type": "function", "function": described}]
+        dropped = set()
+        for messages, given, expected in (
+            (turns, None, {"system": said["system"]}),
+            (called, tools, {"tool": said["tool"], "tools": described["name"], "arguments": "an-argument"}),
+        ):
+            try:
+                (text,), _ = self._apply(messages, given)
+            except (TemplateError, TypeError):
+                continue  # one that refuses these says so of each row that has them
+            dropped |= {what for what, shown in expected.items() if str(shown) not in text}
+        return dropped
 
     def _tight(self, text: str, span: Span) -> Span:
         """A marked span without what a model never generates. TRL's marks of some templates enclose a part of the
@@ -318,16 +350,24 @@ def _as_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _check_complete(text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
-    """What a template drops in silence (a system turn, a tool's), nobody would miss before the model is used."""
+def _check_complete(
+    text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, dropped: set[str]
+) -> None:
+    """What a template drops in silence (a system turn, a tool's), nobody would miss before the model is used.
+
+    Args:
+        dropped: what it is known to drop.
+    """
     for number, message in enumerate(messages, 1):
+        if message["role"] in dropped and message["content"].strip():
+            raise BadRow(LOST, f"message {number} ({message['role']}) is not in what it writes")
         for shown in (message["content"].strip(), message.get("reasoning_content", "").strip()):
             # Llama 3.1's template writes what a tool says as JSON.
             if shown not in text and _as_json(shown) not in text:
                 raise BadRow(LOST, f"message {number} ({message['role']}) is not in what it writes")
         for call in message.get("tool_calls", []):
-            if call["function"]["name"] not in text:
+            if call["function"]["name"] not in text or "arguments" in dropped:
                 raise BadRow(LOST, f"message {number} calls {call['function']['name']}; see tool_turns")
     for tool in tools or []:
-        if tool["function"]["name"] not in text:
+        if tool["function"]["name"] not in text or "tools" in dropped:
             raise BadRow(LOST, f"the description of the tool {tool['function']['name']}; see tool_turns")

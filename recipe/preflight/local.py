@@ -55,7 +55,9 @@ def inspect(arguments: Arguments, world_size: int | None, *, on_gpu: bool, launc
     if launched:
         problems += plugin.spread_problems() + plugin.device_problems(torch.cuda.device_count() if on_gpu else 0)
         report.warnings += plugin.idle_gpus(torch.cuda.device_count() if on_gpu else 0)
-    problems += settings.problems(data, model, train) + datasets.check(data, train) + datasets.at_hand(data)
+    problems += (
+        settings.problems(data, model, train) + datasets.check(data, train) + datasets.at_hand(data, fetch=not launched)
+    )
     problems += settings.batch(train, world_size) + disk.folder_problems(train)
     compute_dtype = torch.bfloat16 if train.bf16 or model.param_dtype == "bfloat16" else torch.float32
     problems += models.attention_problems(model, compute_dtype, on_gpu)
@@ -99,7 +101,7 @@ def _read_model(
     folder, awaited = models.find_folder(model, download=launched)  # a check from a shell fetches no weights
     report.warnings += awaited
     trust = train.trust_remote_code
-    config, tokenizer = models.load_config(folder, trust), models.load_tokenizer(folder, trust)
+    config, tokenizer = models.load_config(folder, trust), models.load_tokenizer(folder, trust, train.eos_token)
     master_dtype = models.torch_dtype(model.param_dtype)
     # The attention has been checked, and may be one that cannot be built here; shapes do not depend on it.
     fresh = models.meta_model(config, "sdpa", master_dtype, trust)

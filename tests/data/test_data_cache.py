@@ -1,6 +1,8 @@
+import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,12 @@ import pytest
 import recipe.data.build
 import recipe.data.stage
 from recipe.data import prepare
+from recipe.data.cache import build_once
 from recipe.data.report import Report
+from recipe.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
+NAME, OTHER = "0123456789abcdef", "fedcba9876543210"  # fingerprints
 
 
 @pytest.fixture
@@ -152,3 +157,107 @@ def test_a_folder_that_appears_meanwhile_is_taken(chats, write, data_args, train
 
     monkeypatch.setattr(Report, "save", save_and_lose)
     assert prepare(args, train_args(), tokenizer).train.to_dict() == first.train.to_dict()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from recipe.data.cache import build_once
+
+def build(scratch, result):
+    (scratch / "0.arrow").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+build_once(Path(sys.argv[1]), build)
+"""
+
+
+def write_one(scratch: Path, result: Path) -> None:
+    (result / "train").mkdir()
+    (result / "train" / "rows").write_text("rows")
+
+
+def test_what_a_killed_builder_left_is_removed(tmp_path):
+    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / NAME)], cwd=REPOSITORY).returncode == -9
+    (left,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert left.name.startswith(f".{NAME}.") and (left / "scratch" / "0.arrow").is_file()
+    assert build_once(tmp_path / NAME, write_one)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME, f"{NAME}.lock"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hours", "removed"),
+    [
+        (f".{NAME}.node7.x1y2z3", 1, False),  # of another node, which may not see the lock
+        (f".{NAME}.node7.x1y2z3", 25, True),
+        (f".{NAME}.x1y2z3", 25, True),
+        (f".{NAME}.{os.uname().nodename}.x1y2z3", 0, True),
+        (f".{OTHER}.{os.uname().nodename}.x1y2z3", 1, False),  # of another lock
+        (f".{OTHER}.{os.uname().nodename}.x1y2z3", 25, True),
+        (".config", 25, False),
+        (".git.x1y2z3", 25, False),
+        (OTHER, 25, False),
+    ],
+)
+@pytest.mark.parametrize("last", ["folder", "file"])
+def test_what_may_still_be_built_is_not_removed(name, hours, removed, last, tmp_path):
+    folder = tmp_path / name
+    (folder / "scratch").mkdir(parents=True)
+    (folder / "scratch" / "0.arrow").touch()
+    newest = {"folder": folder, "file": folder / "scratch" / "0.arrow"}[last]
+    for path in (folder / "scratch" / "0.arrow", folder / "scratch", folder):
+        then = time.time() - 3600 * (hours if path == newest else 100)
+        os.utime(path, (then, then))
+    assert build_once(tmp_path / NAME, write_one)
+    assert folder.exists() != removed and (tmp_path / NAME / "train" / "rows").read_text() == "rows"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of open files are in /proc")
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+
+    def watched(handle: int) -> None:
+        fsync(handle)
+        inside = Path(os.readlink(f"/proc/self/fd/{handle}")).relative_to(tmp_path).parts
+        synced.append(("/".join(inside[1:]), (tmp_path / NAME).exists()))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    assert build_once(tmp_path / NAME, write_one)
+    assert sorted(synced[:-1]) == [("result", False), ("result/train", False), ("result/train/rows", False)]
+    assert synced[-1] == ("", True), "and then the name"
+
+
+@pytest.mark.skipif(not Path("/sys").is_dir(), reason="needs a folder that takes files from nobody")
+def test_a_folder_that_takes_no_files():
+    with pytest.raises(UserError, match="^data_cache_dir: /sys takes no files: .*; set another data_cache_dir, or"):
+        build_once(Path("/sys") / NAME, write_one)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_disk_that_is_full(tmp_path):
+    def build(scratch: Path, result: Path) -> None:
+        (result / "rows").symlink_to("/dev/full")
+        (result / "rows").write_text("rows")
+
+    with pytest.raises(UserError, match=f"^data_cache_dir: {tmp_path} takes no files: No space left on device; set an"):
+        build_once(tmp_path / NAME, build)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.lock"]
+
+
+@pytest.mark.parametrize(
+    ("number", "where", "ours"),
+    [
+        (errno.EDQUOT, None, True),
+        (errno.EROFS, "cache/x", True),
+        (errno.EACCES, "rows.parquet", False),
+        (errno.EIO, "cache/x", False),
+    ],
+)
+def test_errors_that_are_not_of_the_cache_pass_on(number, where, ours, tmp_path):
+    def build(scratch: Path, result: Path) -> None:
+        raise OSError(number, os.strerror(number), where and str(tmp_path / where))
+
+    (tmp_path / "cache").mkdir()
+    with pytest.raises(UserError if ours else OSError, match=os.strerror(number)):
+        build_once(tmp_path / "cache" / NAME, build)

@@ -9,6 +9,7 @@ import xxhash
 
 from recipe.data import digests
 from recipe.data.digests import Digests
+from recipe.errors import UserError
 
 
 @pytest.fixture
@@ -106,3 +107,9 @@ def test_a_memo_that_cannot_be_written_is_no_error(memo_name, tmp_path, memo):
     write(tmp_path / "file", b"abc")
     assert Digests(tmp_path / memo_name).of(tmp_path / "file") == digest(b"abc")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_file_that_has_gone_is_named(tmp_path, memo):
+    with pytest.raises(UserError) as error:
+        Digests(memo).of(tmp_path / "a")
+    assert str(error.value) == f"{tmp_path / 'a'} cannot be read: No such file or directory"

@@ -13,8 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.data.files import READERS, format_of, read_dataset
+from recipe.data.digests import Digests
+from recipe.data.files import READERS, Table, format_of, read_dataset
 from recipe.data.rows import MAX_ROW_BYTES, Chunk
+from recipe.data.sources import Spec, open_sources
 from recipe.errors import UserError
 
 ROWS = [{"content": "the fox"}, {"content": 'a dog, é\n"two" 字'}, {"content": "Hello"}]
@@ -162,6 +164,105 @@ def test_a_value_of_parquet_that_cannot_be_read_leaves_its_neighbours(values, wh
     assert bad[0] == "rows.parquet row 2"
     assert bad[1].startswith("a value that cannot be read: ") and why in bad[1]
     assert last[1] in ({"x": "c"}, {"x": datetime(1970, 1, 1)})
+
+
+# Each column holds values of several types, so `datasets` writes JSON: alone, in lists, in structs, in both.
+MIXED: list[dict[str, object]] = [
+    {
+        "text": "Four.",
+        "messages": [{"content": "a"}],
+        "deep": {"x": "five"},
+        "calls": [{"f": {"name": "f", "args": {}}}],
+    },
+    {
+        "text": 5,
+        "messages": [{"content": ["a"]}],
+        "deep": {"x": [1]},
+        "calls": [{"f": {"name": "g", "args": [1, None]}}],
+    },
+    {"text": None, "messages": None, "deep": {"x": {"city": None}}, "calls": []},
+    {"text": {"a": None, "b": [{"c": None}]}, "messages": ["b"], "deep": {"x": True}, "calls": None},
+]
+
+
+def mixed(path: Path) -> datasets.Dataset:
+    (path / "rows.jsonl").write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in MIXED))
+    return datasets.load_dataset(
+        "json", data_files=str(path / "rows.jsonl"), split="train", cache_dir=str(path / "cache")
+    )
+
+
+@pytest.mark.parametrize("kind", ["hub", "saved", "parquet"])
+def test_json_inside_arrow_is_decoded(kind, tmp_path):
+    dataset = mixed(tmp_path)
+    kinds = [str(kind) for kind in dataset.features.arrow_schema.types]
+    assert all("arrow.json" in kind for kind in kinds) and {kind.partition("<")[0] for kind in kinds} == {
+        "extension",
+        "list",
+        "struct",
+    }
+    if kind == "parquet":
+        dataset.to_parquet(tmp_path / "rows.parquet")
+        chunks = READERS[".parquet"](tmp_path / "rows.parquet")
+    elif kind == "saved":
+        dataset.save_to_disk(tmp_path / "saved")
+        (source,) = open_sources([Spec(str(tmp_path / "saved"))], Digests(tmp_path / "digests.json"))
+        chunks = source.chunks()
+    else:
+        chunks = read_dataset("owner/name", dataset)
+    read = rows_of(pickle.loads(pickle.dumps(list(chunks))))
+    assert [fields for _, fields in read] == MIXED
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"a": ', "not valid JSON: 'x': Expecting value at column 7"),
+        ("", "not valid JSON: 'x': Expecting value at column 1"),
+        ("[" * 100_000, "not valid JSON: 'x': maximum recursion depth"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_json_inside_arrow_that_is_none_leaves_its_neighbours(text, why, nested, tmp_path):
+    values = pa.ExtensionArray.from_storage(pa.json_(), pa.array(['"a"', text, '"c"']))
+    if nested:
+        values = pa.ListArray.from_arrays([0, 1, 2, 3], pa.StructArray.from_arrays([values], ["y"]))
+    pq.write_table(pa.table({"x": values}), tmp_path / "rows.parquet")
+    first, bad, last = rows_of(READERS[".parquet"](tmp_path / "rows.parquet"))
+    assert (first[1], last[1]) == (({"x": [{"y": "a"}]}, {"x": [{"y": "c"}]}) if nested else ({"x": "a"}, {"x": "c"}))
+    assert bad[0] == "rows.parquet row 2" and bad[1].startswith(why)
+
+
+def test_keys_that_a_row_of_arrow_did_not_have_are_left_out(tmp_path):
+    rows: list[dict[str, object]] = [
+        {"messages": [{"role": "a", "calls": [{"name": "f", "arguments": {"city": "Paris"}}]}], "tools": None},
+        {
+            "messages": [{"role": "a", "calls": [{"name": "g", "arguments": {"n": 3}}]}],
+            "tools": [{"p": {"n": {"t": 1}}}],
+        },
+        {"messages": [{"role": "a"}, None], "tools": [{"p": {"city": {"t": 2, "enum": ["a", None]}}}]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    tables = {
+        "parquet": READERS[".parquet"](tmp_path / "rows.parquet"),
+        "dataset": read_dataset("owner/name", datasets.Dataset(pa.Table.from_pylist(rows))),
+    }
+    for name, chunks in tables.items():
+        assert [fields for _, fields in rows_of(chunks)] == rows, name
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.list_, pa.large_list, pa.list_view, pa.large_list_view, lambda item: pa.list_(item, 1)]
+)
+def test_every_list_of_arrow_is_looked_into(kind):
+    item = pa.struct({"a": pa.int64(), "b": pa.int64()})
+    chunk = Table("rows", 1, pa.table({"x": pa.array([[{"a": 1}], None], kind(item))}), 0)
+    assert [row.fields for row in chunk.rows()] == [{"x": [{"a": 1}]}, {"x": None}]
+
+
+def test_nulls_that_json_writes_stay(tmp_path):
+    row = b'{"arguments": {"city": null}}'
+    assert rows_of(chunks_of(tmp_path / "rows.jsonl", row)) == [("rows.jsonl:1", {"arguments": {"city": None}})]
 
 
 def test_a_cell_of_csv_may_be_a_long_document(tmp_path):

@@ -223,3 +223,15 @@ def test_bad_turns(value, reason, detail):
     assert error.value.reason == reason
     assert error.value.detail.startswith(detail)
     str(error.value).encode()  # it goes to a log
+
+
+def test_openais_older_function_calls_and_other_names_of_thoughts():
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    turn = parse_turn("message 2", {"role": "assistant", "content": None, "function_call": call, "thinking": "hm"})
+    assert turn.content == "" and turn.extra["reasoning_content"] == "hm"
+    assert turn.extra["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+def test_content_that_would_be_left_out_in_silence():
+    with pytest.raises(BadRow, match="content that is not read.*message 2 has 'refusal'"):
+        parse_turn("message 2", {"role": "assistant", "content": "a", "refusal": "no"})

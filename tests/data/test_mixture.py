@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.data.mixture import apportion, choose, counts, interleave
+from recipe.data.mixture import WHY, apportion, choose, counts, interleave
 from recipe.data.sources import Spec
 from recipe.errors import UserError
 
@@ -83,8 +83,8 @@ def test_sources_without_rows_are_all_named():
     with pytest.raises(UserError) as error:
         counts(specs("samples", [5, None, None]), [0, 3, 0])
     assert error.value.problems == [
-        "datasets[0] '0.jsonl': no row is left to train on",
-        "datasets[2] '2.jsonl': no row is left to train on",
+        f"datasets[0] '0.jsonl': no row is left to train on; {WHY}",
+        f"datasets[2] '2.jsonl': no row is left to train on; {WHY}",
     ]
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
 
 from recipe.data import check, load, prepare
@@ -333,8 +332,9 @@ def test_rows_are_split_when_asked(chat, write, data_args, train_args, tokenizer
     assert (report.rows, report.rows_truncated, report.num_blocks) == (2, 1, 3)
     assert report.tokens == sum(len(ids) for ids in prepared.train["input_ids"]) > 300
     flat = prepare(data_args(write(rows), truncation="split"), train_args(), tokenizer)
-    ids = np.concatenate([row["input_ids"] for row in flat.train][:-1])
-    assert tokenizer.decode(ids).count("~") == 300, "nothing is lost, and the pieces stand in their order"
+    trained = [label for row in flat.train for label in row["labels"][1:] if label != -100]
+    assert tokenizer.decode(trained).count("~") == 300, "each is trained once, and in order"
+    assert trained.count(tokenizer.eos_token_id) == 2, "the end of the long answer too"
 
 
 def test_nothing_left(chat, write, data_args, train_args, tokenizer):
@@ -345,23 +345,29 @@ def test_nothing_left(chat, write, data_args, train_args, tokenizer):
         prepare(data_args(path, max_long_rows=1.0), train_args(max_length=8), tokenizer)
 
 
-def test_eos_token_is_taken_over(chat, write, data_args, train_args, tokenizer):
+def test_the_end_token_has_to_be_the_templates(chat, write, data_args, train_args, tokenizer):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     path = write([chat("two ?", "Four .")])
     with pytest.raises(UserError, match="1 answers and 0 trained </s>"):
         prepare(data_args(path), train_args(chat_template_path="chatml"), tokenizer)
-    with pytest.raises(UserError, match="eos_token '<end>' is not in the tokenizer's vocabulary"):
-        prepare(data_args(path), train_args(chat_template_path="chatml", eos_token="<end>"), tokenizer)
-    args = train_args(chat_template_path="chatml", eos_token="<|im_end|>")
+    tokenizer.eos_token = "<|im_end|>"
+    args = train_args(chat_template_path="chatml")
     prepared = prepare(data_args(path), args, tokenizer)
     (labels,) = prepared.train["labels"]
-    assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.decode([label for label in labels if label != -100]) == "Four .<|im_end|>"
-    tokenizer.eos_token = "</s>"
-    mapped = load(data_args(path), args, tokenizer, prepared.fingerprint)
+    mapped = load(data_args(path), prepared.fingerprint)
     assert mapped.train.to_dict() == prepared.train.to_dict() and mapped.template == prepared.template
-    assert tokenizer.eos_token == "<|im_end|>", "where the data are mapped only, too"
-    assert load(data_args(path), args, tokenizer, "0" * 16) is None
+    assert load(data_args(path), "0" * 16) is None
+
+
+def test_the_same_content_by_another_name_is_reported_by_that_name(
+    chats, chat, write, data_args, train_args, tokenizer
+):
+    first, second = (write([*chats, chat("a")], name) for name in ("a.jsonl", "b.jsonl"))
+    for path in (first, second):
+        prepared = prepare(data_args(path, max_bad_rows=1), train_args(), tokenizer)
+        assert prepared.origin()[0]["source"] == path
+        assert prepared.report.sources[0].bad[0].first == f"{path}:31"
 
 
 def test_report_is_kept_as_json(chats, write, data_args, train_args, tokenizer):
@@ -391,6 +397,8 @@ def test_report_is_kept_as_json(chats, write, data_args, train_args, tokenizer):
         ({}, {"packing": True, "packing_strategy": "bfd_split"}, "packing_strategy 'bfd_split' is not supported"),
         ({}, {"eval_packing": True}, "eval_packing is true and packing is not; set packing: true"),
         ({}, {"truncation_mode": "keep_end"}, "truncation_mode 'keep_end' is not supported; see truncation"),
+        ({}, {"padding_free": True}, "padding_free is true and packing is not; set packing: true"),
+        ({}, {"seed": -1}, "seed must be 0 or more, not -1"),
         ({}, {"dataset_num_proc": 0}, "dataset_num_proc must be 1 or more, not 0"),
     ],
 )

@@ -111,8 +111,8 @@ def test_loss_weights(template, chat):
     tokenizer = llama_tokenizer("first", chatml=template == "chatml")
     row = encode_one(of(chat("a", "Four", "b", "fox", "c", "dog"), [False, True, False]), tokenizer, template)
     assert trained(row, tokenizer) == ["fox<|im_end|>" if template == "chatml" else " fox </s>"]
-    whole = encode_one(of(chat("a", "Four", "b", "fox"), [False, True]), tokenizer, template, answers_only=False)
-    assert len(trained(whole, tokenizer)) == 1, "a weight of 0 holds without assistant_only_loss too"
+    error = refused(of(chat("a", "Four", "b", "fox"), [False, True]), tokenizer, template, answers_only=False)
+    assert error.reason == "loss weight" and "assistant_only_loss: false trains all of a chat" in error.detail
 
 
 def test_without_assistant_only_loss_every_token_is_trained(tokenizer, chat):
@@ -189,7 +189,7 @@ def test_templates_that_cannot_be_meant(template, reason, detail, chat):
 
 def test_a_template_without_marks_cannot_leave_an_answer_out(tokenizer, chat):
     template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
-    chats = [of(chat("a", "b", "c", "d")), of(chat("a", "b", "c", "d"), [True, False])]
+    chats = [of(chat("a", "b", "c", "d")), of(chat("a", "b", "c", "d"), [True, False], answers_only=True)]
     good, bad = encode(chats, tokenizer, template, answers_only=False)
     assert isinstance(good, Encoded) and bad.reason == MASK and "set chat_template_path" in bad.detail
 
@@ -251,6 +251,7 @@ def test_chatml_writes_several_calls_after_the_text():
 
 
 PLAIN = "{% for m in messages %}a{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endfor %}"
+NO_ARGUMENTS = PLAIN.replace("eos_token", "(m.tool_calls or [{'function': {'name': ''}}])[0].function.name + eos_token")
 NO_SYSTEM = PLAIN.replace("in messages", "in messages if m.role != 'system'")
 
 
@@ -258,7 +259,14 @@ NO_SYSTEM = PLAIN.replace("in messages", "in messages if m.role != 'system'")
     ("template", "messages", "tools", "detail"),
     [
         (NO_SYSTEM, [{"role": "system", "content": "be lazy"}, *TOOL_TALK[::3]], None, "message 1 (system) is not in"),
+        (
+            NO_SYSTEM,
+            [{"role": "system", "content": "be lazy"}, {"role": "user", "content": "Say: be lazy"}, TOOL_TALK[3]],
+            None,
+            "message 1 (system) is not in",
+        ),
         (PLAIN, TOOL_TALK, None, "message 2 calls add; see tool_turns"),
+        (NO_ARGUMENTS, TOOL_TALK, None, "message 2 calls add; see tool_turns"),
         (PLAIN, TOOL_TALK[::3], [TOOL], "the description of the tool add; see tool_turns"),
         (PLAIN, [TOOL_TALK[0], TOOL_TALK[3] | {"reasoning_content": "hm"}], None, "message 2 (assistant) is not in"),
         ("chatml", [TOOL_TALK[0], TOOL_TALK[3] | {"reasoning_content": "hm"}], None, "message 2 (assistant) is not in"),
@@ -405,6 +413,12 @@ def test_an_eos_at_the_end_of_a_prompt_stays():
     assert pieces(row, byte_level_tokenizer()) == [(f"a{IM_END}", False), (f"b{IM_END}", True)]
 
 
+def test_a_tokenizer_whose_bos_is_no_text(tokenizer):
+    tokenizer.bos_token = ""
+    (row,) = Encoder(tokenizer, None, answers_only=False).encode([Text("", "the fox")])
+    assert row.ids[-1] == EOS
+
+
 def test_text_keeps_the_control_tokens_within(tokenizer):
     row = encode_one(Text("", "<s>[INST] two ? [/INST] Four . </s><s>[INST] What ? [/INST] dog </s>"), tokenizer)
     ids = row.ids.tolist()
@@ -445,12 +459,13 @@ SHORT, TAIL, LAST, SPREAD = (
         (LAST, 4, "drop", [], TOO_LONG),
         (row_of(0, 0), 4, "drop", [], NO_LABEL),
         (row_of(1, 0), 4, "right", [], NO_LABEL),  # the model shifts labels: the first one never counts
-        (row_of(1, 0, 0, 0, 1, 0, 0, 1), 4, "split", [(14, 4)], None),
-        (TAIL, 3, "split", [(13, 2)], None),
-        (LAST, 4, "split", [], NO_LABEL),
+        (row_of(1, 0, 0, 0, 0, 0, 0, 1), 4, "split", [(16, 2)], None),
+        (TAIL, 3, "split", [(12, 3)], None),
+        (LAST, 4, "split", [(13, 2)], None),
         (LAST, 5, "split", [(10, 5)], None),
-        (SPREAD, 4, "split", [(10, 4), (14, 4)], None),
-        (SPREAD, 3, "split", [(16, 2)], None),
+        (SPREAD, 4, "split", [(10, 4), (13, 4), (16, 2)], None),
+        (SPREAD, 3, "split", [(12, 3), (14, 3), (16, 2)], None),
+        (row_of(0, 0, 0, 0), 2, "split", [], NO_LABEL),
     ],
 )
 def test_fit(row, max_length, policy, kept, reason):
@@ -461,7 +476,8 @@ def test_fit(row, max_length, policy, kept, reason):
     for piece in fitted:
         assert piece.num_trained == np.count_nonzero(piece.labels[1:] != IGNORE) > 0
         at = piece.ids[0] - 10
-        assert piece.labels.tolist() == row.labels[at : at + len(piece.ids)].tolist()
+        assert piece.labels[1:].tolist() == row.labels[at + 1 : at + len(piece.ids)].tolist()
+        assert at == 0 or piece.labels[0] == IGNORE
 
 
 # -- to its end ----------------------------------------------------------------------------------------------------

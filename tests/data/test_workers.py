@@ -1,8 +1,11 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +103,57 @@ def test_a_process_that_is_killed():
 
     with pytest.raises(UserError, match="one of the 2 processes .* was killed .*; set dataset_num_proc lower"):
         list(in_order(work, range(50), 2))
+
+
+BUILDER = """
+import os, time
+from recipe.data.workers import in_order
+
+def work(number):
+    print(os.getpid(), flush=True)
+    time.sleep(60 if number else 0)
+
+for _ in in_order(work, range(3), 2):
+    pass
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie, which nobody waits for where process 1 does not, has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_ended(pids: set[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_when_the_builder_is_killed_its_processes_end():
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", BUILDER], stdout=subprocess.PIPE, text=True, cwd=root) as builder:
+        pids = {int(builder.stdout.readline()) for _ in range(3)}
+        try:
+            assert len(pids) == 2 and all(map(alive, pids))
+            builder.kill()
+            builder.wait()
+            wait_until_ended(pids)
+        finally:
+            for pid in filter(alive, pids):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_process_that_begins_after_the_builder_was_killed_ends():
+    late = multiprocessing.get_context("fork").Process(target=workers._begin, args=(pid, os.getpid() + 1))
+    late.start()
+    late.join(10)
+    assert late.exitcode == -signal.SIGKILL
 
 
 def test_breaking_off_ends_the_processes_and_waits_for_none():
