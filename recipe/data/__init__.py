@@ -37,7 +37,7 @@ __all__ = [
     "resolve_template",
 ]
 
-FORMAT = 3  # of the prepared data; a change of what this package writes needs a new one, or old caches are taken for it
+FORMAT = 4  # of the prepared data; a change of what this package writes needs a new one, or old caches are taken for it
 TRAIN, EVAL, REPORT, TEMPLATE = "train", "eval", "report.json", "template.jinja"
 
 

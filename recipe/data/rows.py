@@ -1,11 +1,13 @@
 """A row as it was read, and why one is not trained on."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 # Longer rows are taken for a mistake (a file without line breaks, a binary column): they cost memory in every process.
 MAX_ROW_BYTES = 4 << 20
+CHUNK_ROWS = 500
 
 
 class BadRow(ValueError):
@@ -56,3 +58,15 @@ class Chunk(Protocol):
     def place(self, number: int) -> str:
         """Where row `number` is, for a person: 'chat.jsonl:12', 'chat.parquet row 12'."""
         ...
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, with a `BadRow` for whatever is wrong with `text`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadRow("not valid JSON", f"{error.msg} at column {error.pos + 1}") from None
+    except UnicodeDecodeError as error:
+        raise BadRow("not UTF-8", f"{error.reason} at byte {error.start + 1}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+        raise BadRow("not valid JSON", str(error)) from None

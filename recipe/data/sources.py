@@ -20,9 +20,10 @@ from huggingface_hub.constants import HF_HOME
 
 from recipe.arguments import DataArguments
 from recipe.data.digests import Digests
-from recipe.data.files import COMPRESSED, READERS, format_of, read_dataset
+from recipe.data.files import COMPRESSED, READERS, format_of
 from recipe.data.hub import find_builder
 from recipe.data.rows import Chunk
+from recipe.data.tables import read_dataset
 from recipe.errors import UserError, raise_if
 
 FORMATS = f"{', '.join(READERS)} (the text formats also with {' or '.join(COMPRESSED)})"

@@ -79,6 +79,8 @@ class RowWork:
                 numbers.append(row.number)
             except BadRow as error:
                 left_out.append((error.reason, error.detail, chunk.place(row.number), True))
+            except RecursionError:
+                left_out.append(("nested too deeply", "", chunk.place(row.number), True))
             except Dropped as error:
                 left_out.append((error.reason, "", chunk.place(row.number), False))
         pieces, row_pieces, hashes, kept_lengths, lengths = [], [], [], [], []

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.data.digests import Digests
-from recipe.data.files import READERS, Table, format_of, read_dataset
+from recipe.data.files import READERS, format_of
 from recipe.data.rows import MAX_ROW_BYTES, Chunk
 from recipe.data.sources import Spec, open_sources
+from recipe.data.tables import Table, read_dataset
 from recipe.errors import UserError
 
 ROWS = [{"content": "the fox"}, {"content": 'a dog, é\n"two" 字'}, {"content": "Hello"}]
@@ -234,7 +235,7 @@ def test_json_inside_arrow_that_is_none_leaves_its_neighbours(text, why, nested,
 
 
 def test_keys_that_a_row_of_arrow_did_not_have_are_left_out(tmp_path):
-    rows: list[dict[str, object]] = [
+    rows = [
         {"messages": [{"role": "a", "calls": [{"name": "f", "arguments": {"city": "Paris"}}]}], "tools": None},
         {
             "messages": [{"role": "a", "calls": [{"name": "g", "arguments": {"n": 3}}]}],
