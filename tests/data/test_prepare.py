@@ -262,8 +262,10 @@ def test_bad_rows_up_to_a_number_are_left_out_and_reported(broken, chats, data_a
 def test_a_row_that_is_nested_too_deeply_is_one_bad_row(chat, write, data_args, train_args, tokenizer, tmp_path):
     """Python reads a few hundred brackets more than it writes."""
     path = tmp_path / "deep.jsonl"
-    call = '{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": %s1%s}}]}' % ("[" * 960, "]" * 960)
-    path.write_text('{"messages": [{"role": "user", "content": "a"}, %s]}\n%s\n' % (call, json.dumps(chat("a", "b"))))
+    deep = "[" * 960 + "1" + "]" * 960
+    row = chat("a", "b")
+    row["messages"][1] = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": "DEEP"}}]}
+    path.write_text(json.dumps(row).replace('"DEEP"', deep) + "\n" + json.dumps(chat("a", "b")))
     with pytest.raises(UserError, match="1 of 2 rows are bad(.|\n)*deep.jsonl:1: "):
         prepare(data_args(str(path)), train_args(), tokenizer)
 
