@@ -54,9 +54,7 @@ class SampleStream(Sampler[int]):
         while at < end:
             epoch, done = divmod(at, self.num_rows)
             rows = permutation(self.num_rows, self.seed, epoch)[done : done + end - at]
-            yield from map(
-                int, rows.numpy()
-            )  # as they come: a list costs each rank 40 bytes a row, a tensor's parts 600
+            yield from map(int, rows.numpy())  # one by one: a list takes 40 bytes a row, a tensor's parts 600
             at += len(rows)
 
 
