@@ -47,15 +47,24 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return [found[rank] for rank in sorted(found)]
 
 
+def last_step(run_dir: Path) -> int:
+    """Of the checkpoints that are published, whole or not."""
+    return max((int(path.name.split("-")[1]) for path in run_dir.glob("checkpoint-*[0-9]") if path.is_dir()), default=0)
+
+
 def test_killed_at_random_moments(launch: Launcher, tmp_path: Path) -> None:
     """One rank or all, while they check, load, train and save."""
     keys = {**KEYS, "max_steps": 100, "save_steps": 2, "lr_scheduler_type": "cosine"}
     whole = curve(launch(tmp_path / "whole", **keys).ok())
     draw = random.Random(SEED)
     run_dir, log, reached, after = tmp_path / "run", tmp_path / "log", 0, []
-    for _ in range(KILLS):
+    for number in range(1, KILLS + 1):
         run = launch.warm(run_dir, log=log, **keys)
-        time.sleep(draw.uniform(0.5, 4))
+        # A fast machine is not to finish the run before it has been killed as often as that.
+        share = number * keys["max_steps"] // (KILLS + 2)
+        end = time.monotonic() + draw.uniform(0.5, 4)
+        while time.monotonic() < end and last_step(run_dir) < share:
+            time.sleep(0.01)
         running = [rank.exitcode for rank in run.ranks] == [None, None]
         run.kill(*draw.choice([[0], [1], [0, 1]]))
         assert run.wait(60) in (-signal.SIGKILL, 1) and running, log.read_text()[-3000:]
