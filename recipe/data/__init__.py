@@ -158,16 +158,12 @@ def prepare(data_args: DataArguments, train_args: TrainArguments, tokenizer: Pre
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"data_cache_dir '{data_args.data_cache_dir}' cannot be made: {error}; set another") from None
-    encoder = Encoder(tokenizer, template, answers_only(train_args))
-    builder = Builder(data_args, train_args, encoder)
-    kept = (
-        read_template(tokenizer, train_args.chat_template_path) if template and train_args.chat_template_path else None
-    )
 
     def build(scratch: Path, result: Path) -> None:
-        builder.build(train, test, scratch, result)
-        if kept is not None:
-            (result / TEMPLATE).write_text(kept)
+        encoder = Encoder(tokenizer, template, answers_only(train_args))
+        Builder(data_args, train_args, encoder).build(train, test, scratch, result)
+        if template is not None and train_args.chat_template_path is not None:
+            (result / TEMPLATE).write_text(read_template(tokenizer, train_args.chat_template_path))
 
     build_once(folder, build)
     notes = tuple(note for source in opened for note in source.notes)

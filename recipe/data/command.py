@@ -10,6 +10,7 @@ from pathlib import Path
 from recipe.arguments import Arguments
 from recipe.data import PreparedData, check, prepare
 from recipe.data.samples import paint, pick
+from recipe.data.tokenization import special_tokens
 from recipe.errors import UserError, raise_if
 from recipe.model import find_folder, load_config, load_tokenizer, positions_problems
 
@@ -51,11 +52,10 @@ def show(arguments: Arguments, num_samples: int, html: Path | None, as_json: boo
     if html is not None:
         from recipe.data.page import write_page  # matplotlib, which nobody waits for who wants no page
 
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         title = f"Data of {', '.join(source.name for source in data.report.sources)}"
         notes = [*data.notes, f"Tokenized for {model_args.model_name_or_path}; prepared in {data.folder}."]
         try:
-            write_page(html, title, data.report, notes, samples, special)
+            write_page(html, title, data.report, notes, samples, special_tokens(tokenizer))
         except OSError as error:
             raise UserError(f"--html {html} cannot be written: {error}; give another file") from None
         if not as_json:

@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from recipe.data.tokenization import IGNORE
+from recipe.data.tokenization import IGNORE, special_tokens
 
 GREEN, DIM, BOLD, RESET = "\033[32m", "\033[2m", "\033[1m", "\033[0m"
 LEFT, RIGHT = "⟦", "⟧"  # around what is trained, where there are no colours
@@ -62,7 +62,7 @@ def paint(sample: Sample, tokenizer: PreTrainedTokenizerBase, colours: bool) -> 
     trained text stands in brackets."""
     if not colours:
         return "".join(f"{LEFT}{s.text}{RIGHT}" if s.trained else s.text for s in sample.stretches)
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = special_tokens(tokenizer)
     painted = ""
     for stretch in sample.stretches:
         colour, text = GREEN if stretch.trained else DIM, stretch.text

@@ -67,8 +67,8 @@ class Encoder:
         self.backend.no_padding()
         self.marked = self.template is not None and has_generation_markers(self.template)
         self.bos, self.eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        self.special = re.compile("|".join(re.escape(_as_json(token)) for token in special) or "(?!)")
+        written = (re.escape(_as_json(token)) for token in special_tokens(self.tokenizer))
+        self.special = re.compile("|".join(written) or "(?!)")
         self.apart = encodes_apart(self.backend)
         self.adds_eos = self.backend.encode("a").ids[-1:] == [self.eos]
         self.answer_prompt = self._answer_prompt() if self.marked else ""
@@ -295,6 +295,11 @@ END_WAY_OUT = (
     "chat_template_path to a template that writes the tokenizer's"
 )
 MASK_WAY_OUT = "; set chat_template_path to a template whose {% generation %} marks enclose the answers"
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the tokenizer makes a control token of wherever it stands in a text."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def encodes_apart(backend: Tokenizer) -> bool:

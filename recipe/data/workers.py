@@ -18,6 +18,8 @@ R = TypeVar("R")
 
 SMALL = 2 << 20  # bytes, or rows x 1,000: below it processes cost more than they bring
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Opened here: a forked process that loads a library may wait for ever for a lock that a thread held at the fork.
+LIBC = ctypes.CDLL(None)
 _work: Callable[[Any], Any]
 
 
@@ -79,7 +81,7 @@ def _end_with(parent: int) -> None:
         return
     # prctl(2), with the thread that forked this process for a parent: the one that takes the results. Where a sandbox
     # refuses it, processes may be left behind, and nothing else.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    LIBC.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:  # it was killed before that
         os.kill(os.getpid(), signal.SIGKILL)
 
