@@ -48,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     _data(
         commands.add_parser("data", allow_abbrev=False, help="prepare a run's data, and show what the model will see")
     )
+    _plan(
+        commands.add_parser(
+            "plan", allow_abbrev=False, help="does it fit, how fast, what does it cost: before you queue"
+        )
+    )
     _verify(commands.add_parser("verify", help="read a checkpoint back, and say whether it is what was written"))
     _export(commands.add_parser("export", help="make a Hugging Face folder of a checkpoint, without its run"))
     _spread(commands.add_parser("spread", help="print a spread as shell variables, for torchrun in accelerate's place"))
@@ -102,6 +107,44 @@ def _data(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the same as a page, with histograms")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run, takes_keys=True)
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    def run(args: argparse.Namespace, keys: list[str]) -> None:
+        from recipe.planning import Asked, show
+
+        asked = Asked(
+            args.gpu, args.interconnect, args.accelerate, args.model, args.nodes, args.gpus_per_node, args.tokens
+        )
+        show(asked, keys, search=args.search, dry_run=args.dry_run, picture=args.picture, as_json=args.json)
+
+    parser.usage = (
+        "recipe plan --gpu GPU [--config CONFIG | --model MODEL] [--accelerate FILE] [--interconnect NET] [--nodes N] "
+        "[--gpus_per_node N] [--tokens N] [--search] [--dry-run] [--picture FILE] [--json] [--key value ...]"
+    )
+    parser.description = (
+        "Predicts memory, host memory, disk, traffic, time and cost of a run, without a GPU, weights or a network."
+    )
+    parser.add_argument("--gpu", required=True, metavar="GPU", help="a100-80gb, h100-80gb, rtx-4090, ...")
+    parser.add_argument(
+        "--interconnect", metavar="NET", help="ib-200, ib-400, efa-400, efa-3200, 100gbe, or Gb/s of a node, one way"
+    )
+    parser.add_argument(
+        "--accelerate", type=Path, metavar="FILE", help="an accelerate file, such as one of configs/accelerate"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a known name (llama-2-70b), a folder with config.json, or hidden=...,layers=...",
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="in the place of the accelerate file's num_machines")
+    parser.add_argument("--gpus_per_node", type=int, metavar="N", help="in the place of the accelerate file's")
+    parser.add_argument("--tokens", type=float, metavar="N", help="tokens of the whole run, such as 16.4e6")
+    parser.add_argument("--search", action="store_true", help="the fastest plans that fit, and the fewest GPUs")
+    parser.add_argument("--dry-run", action="store_true", help="walk the model through FSDP with fake tensors")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory and throughput (.png or .svg)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run, takes_keys=True)
 
 

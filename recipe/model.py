@@ -60,10 +60,9 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConf
         raise UserError(f"{folder}/config.json: {error}") from None
 
 
-def positions_problems(config: PretrainedConfig, max_length: int | None) -> list[str]:
-    """A model has been trained on so many positions, and knows nothing of those after."""
-    positions = config.max_position_embeddings
-    if max_length is None or max_length <= positions:
+def positions_problems(positions: int | None, max_length: int | None) -> list[str]:
+    """A model has been trained on so many positions (None: not known), and knows nothing of those after."""
+    if positions is None or max_length is None or max_length <= positions:
         return []
     return [f"max_length is {max_length} and the model has {positions} positions; set at most {positions}"]
 

@@ -23,6 +23,7 @@ from recipe import noise, preflight, ranks, run_folder  # noqa: F401 - noise fir
 from recipe.arguments import Arguments, DataArguments, TrainArguments, parse_arguments
 from recipe.callbacks.dtypes import DtypeCheck
 from recipe.callbacks.folder import KeepFolder
+from recipe.callbacks.forecast import ForecastCheck
 from recipe.callbacks.meter import MeterCallback, StepMeter
 from recipe.callbacks.metrics import MetricsFile
 from recipe.callbacks.progress import Progress
@@ -35,6 +36,8 @@ from recipe.data import PreparedData, load, prepare
 from recipe.errors import REPORTED, UserError, raise_if, record
 from recipe.model import meta_model, torch_dtype
 from recipe.plan import flops
+from recipe.plan.hardware import of_device
+from recipe.planning import forecast
 from recipe.preflight import network
 from recipe.preflight.settings import rows
 from recipe.rendezvous import Rendezvous
@@ -92,6 +95,7 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
         saver=saver,
         callbacks=[
             MeterCallback(meter),
+            ForecastCheck(forecast(arguments, found.config), meter),
             DtypeCheck(found.master_dtype),
             StepRules(stream, train_args.stop_at_step),
             StopOnRequest(stop),
@@ -193,13 +197,17 @@ def open_run_folder(
 
 def make_meter(found: preflight.Found, train_args: TrainArguments, world_size: int) -> StepMeter:
     assert train_args.max_length is not None, "the checks refuse that"
-    parameters = flops.matmul_parameters(found.config, found.fresh.num_parameters())
+    config = found.config
+    embedding = config.vocab_size * config.hidden_size
+    parameters = flops.matmul_parameters(found.fresh.num_parameters(), embedding, config.tie_word_embeddings)
     on_gpu = train_args.device.type == "cuda"
+    card = of_device(torch.cuda.get_device_name()) if on_gpu else None
+    layers, width = config.num_hidden_layers, config.hidden_size
     return StepMeter(
         device=train_args.device,
         world_size=world_size,
-        flops_per_token=flops.flops_per_token(found.config, parameters, train_args.max_length),
-        peak_flops=flops.peak_flops(torch.cuda.get_device_name()) if on_gpu else None,
+        flops_per_token=flops.flops_per_token(parameters, layers, width, train_args.max_length),
+        peak_flops=card.tflops * 1e12 if card else None,
     )
 
 

@@ -28,6 +28,7 @@ class StepMeter:
         peak_flops: of one GPU, None where not known; then there is no MFU.
         peak_memory: bytes of each rank, as of the last `summary`.
         batch_fingerprints: of each step's global batch, of the steps that the last `summary` was of.
+        last_seconds: of the last step.
     """
 
     device: torch.device
@@ -40,6 +41,7 @@ class StepMeter:
     data_wait: float = 0.0
     peak_memory: list[int] = field(default_factory=list)
     batch_fingerprints: list[str] = field(default_factory=list)
+    last_seconds: float = 0.0
     _began: float = 0.0
     _step_tokens: int = 0
     _step_fingerprint: int = 0
@@ -58,7 +60,8 @@ class StepMeter:
 
     def end(self) -> int:
         """The step has ended; returns its tokens."""
-        self.seconds += time.perf_counter() - self._began
+        self.last_seconds = time.perf_counter() - self._began
+        self.seconds += self.last_seconds
         self.steps += 1
         self.tokens += self._step_tokens
         self._fingerprints.append(f"{self._step_fingerprint % (1 << 64):016x}")

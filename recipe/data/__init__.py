@@ -139,21 +139,7 @@ def prepare(data_args: DataArguments, train_args: TrainArguments, tokenizer: Pre
         UserError: keys that do not go together; missing, empty or unreadable data; bad rows, with their places; a
             template without marks or eos; nothing left within `max_length`.
     """
-    raise_if(check(data_args, train_args))
-    _check_tokenizer(tokenizer)
-    train_specs, test_specs = read_specs(data_args)
-    opened = open_sources([*train_specs, *test_specs], _digests(data_args))
-    turns = Turns.of(data_args)
-    inputs = inputs_of(opened, turns, train_args)
-    train, test = inputs[: len(train_specs)], inputs[len(train_specs) :]
-    template = template_of(inputs, train_args, tokenizer)
-    settings = _settings(data_args, train_args) | {
-        "train": [_identity(one) for one in train],
-        "eval": [_identity(one) for one in test],
-        "template": template,
-        "tokenizer": tokenizer_digest(tokenizer),
-    }
-    folder = Path(data_args.data_cache_dir).expanduser() / fingerprint(settings)
+    opened, train, test, template, folder = _identified(data_args, train_args, tokenizer)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -170,6 +156,39 @@ def prepare(data_args: DataArguments, train_args: TrainArguments, tokenizer: Pre
     if template is not None and not answers_only(train_args):
         notes += ("every token of a chat is trained, questions too (assistant_only_loss: false)",)
     return _mapped(folder, data_args, opened, notes)
+
+
+def prepared(
+    data_args: DataArguments, train_args: TrainArguments, tokenizer: PreTrainedTokenizerBase
+) -> PreparedData | None:
+    """What an earlier `prepare` made of the run's data, or None: nothing is built.
+
+    Raises:
+        UserError: as `prepare`, for what does not go together or is not there.
+    """
+    opened, _, _, _, folder = _identified(data_args, train_args, tokenizer)
+    return _mapped(folder, data_args, opened) if folder.is_dir() else None
+
+
+def _identified(
+    data_args: DataArguments, train_args: TrainArguments, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Source], list[Input], list[Input], str | None, Path]:
+    """The sources, as training and as evaluation data, the template, and the folder of what is prepared of them."""
+    raise_if(check(data_args, train_args))
+    _check_tokenizer(tokenizer)
+    train_specs, test_specs = read_specs(data_args)
+    opened = open_sources([*train_specs, *test_specs], _digests(data_args))
+    turns = Turns.of(data_args)
+    inputs = inputs_of(opened, turns, train_args)
+    train, test = inputs[: len(train_specs)], inputs[len(train_specs) :]
+    template = template_of(inputs, train_args, tokenizer)
+    settings = _settings(data_args, train_args) | {
+        "train": [_identity(one) for one in train],
+        "eval": [_identity(one) for one in test],
+        "template": template,
+        "tokenizer": tokenizer_digest(tokenizer),
+    }
+    return opened, train, test, template, Path(data_args.data_cache_dir).expanduser() / fingerprint(settings)
 
 
 def load(data_args: DataArguments, name: str) -> PreparedData | None:

@@ -28,7 +28,7 @@ def show(arguments: Arguments, num_samples: int, html: Path | None, as_json: boo
     raise_if(problems)
     folder, _ = find_folder(model_args, download=False)
     trust = train_args.trust_remote_code
-    raise_if(positions_problems(load_config(folder, trust), train_args.max_length))
+    raise_if(positions_problems(load_config(folder, trust).max_position_embeddings, train_args.max_length))
     tokenizer = load_tokenizer(folder, trust, train_args.eos_token)
     began = time.perf_counter()
     data = prepare(data_args, train_args, tokenizer)

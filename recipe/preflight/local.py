@@ -106,7 +106,7 @@ def _read_model(
     # The attention has been checked, and may be one that cannot be built here; shapes do not depend on it.
     fresh = models.meta_model(config, "sdpa", master_dtype, trust)
     report.problems += models.vocabulary_problems(config, tokenizer) + models.head_problems(fresh)
-    report.problems += models.positions_problems(config, train.max_length)
+    report.problems += models.positions_problems(config.max_position_embeddings, train.max_length)
     generation = GenerationConfig()
     try:
         generation = models.load_generation_config(folder, config, tokenizer)

@@ -81,6 +81,18 @@ def offload_asked() -> bool:
     return _asked("OFFLOAD_PARAMS", "false") == "true"
 
 
+def version_asked() -> int:
+    return int(os.environ.get("FSDP_VERSION", "1"))
+
+
+def strategy_asked() -> str:
+    """FSDP1's name of the strategy, for FSDP2 too."""
+    if version_asked() == 1:
+        strategy = _asked("SHARDING_STRATEGY", "FULL_SHARD")
+        return {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}.get(strategy, strategy)
+    return "FULL_SHARD" if _asked("RESHARD_AFTER_FORWARD", "true") == "true" else "SHARD_GRAD_OP"
+
+
 def ranks_that_share(local: int, world_size: int) -> int:
     """Among how many ranks each parameter is split, with `local` ranks on a node."""
     strategy = _asked("SHARDING_STRATEGY")

@@ -1,0 +1,318 @@
+"""A model's dimensions, and what follows from them alone: parameters by unit, multiplications, saved activations."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from recipe.errors import UserError
+from recipe.plan import flops
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only transformer.
+
+    Args:
+        intermediate: width of the MLP.
+        gated: three MLP matrices (SwiGLU) instead of two.
+        rms_norm: norms with a weight alone, computed in fp32 as Llama's are; else LayerNorm.
+        tied: the head is the embedding.
+        positions: learned positions; 0 for rotary ones.
+        biases: on every linear layer of a block, and on LayerNorms.
+        qkv_biases: on queries, keys and values alone (Qwen2).
+        qk_norms: norms of queries and keys by head (Qwen3).
+        dropout: masks are kept (GPT-2).
+        fused_norms: RMSNorm in one kernel, which keeps its input as it is.
+        max_positions: that it was trained on; None where not known.
+        stepwise_gelu: GELU by tanh, written in single operations that each keep their input (GPT-2 in transformers).
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    gated: bool = True
+    rms_norm: bool = True
+    tied: bool = False
+    positions: int = 0
+    biases: bool = False
+    qkv_biases: bool = False
+    qk_norms: bool = False
+    dropout: bool = False
+    fused_norms: bool = False
+    stepwise_gelu: bool = False
+    max_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
+        problems = [
+            f"{self.name}: {key} is {getattr(self, key)}; give 1 or more" for key in sizes if getattr(self, key) < 1
+        ]
+        if not problems and self.heads % self.kv_heads:
+            problems.append(f"{self.name}: heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if problems:
+            raise UserError(*problems)
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def layer_matmul(self) -> int:
+        """Parameters of a layer that multiply."""
+        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
+        return attention + self.mlp_matrices * self.hidden * self.intermediate
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer, which is an FSDP unit."""
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norms else 0)
+        biases = 0
+        if self.biases:
+            biases = 2 * self.hidden  # LayerNorms'
+            biases += self.q_width + 2 * self.kv_width + self.hidden
+            biases += (self.mlp_matrices - 1) * self.intermediate + self.hidden
+        elif self.qkv_biases:
+            biases = self.q_width + 2 * self.kv_width
+        return self.layer_matmul + norms + biases
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def head(self) -> int:
+        """Parameters of an untied head; 0 where the embedding is it."""
+        return 0 if self.tied else self.embedding
+
+    @property
+    def root(self) -> int:
+        """Parameters outside of layers: embedding, positions, final norm, head."""
+        norm = self.hidden * (2 if self.biases else 1)
+        return self.embedding + self.positions * self.hidden + norm + self.head
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer + self.root
+
+    @property
+    def multiplying(self) -> int:
+        """N of 6 N; learned positions are looked up too."""
+        return flops.matmul_parameters(self.parameters, self.embedding, self.tied) - self.positions * self.hidden
+
+    def model_flops(self, seq_len: int) -> float:
+        """Floating point operations of one token, forward and backward, as MFU counts them."""
+        return flops.flops_per_token(self.multiplying, self.layers, self.q_width, seq_len)
+
+
+def known(name: str) -> Shape | None:
+    """The dimensions of a published model, by its name or hub id, of which the last part counts."""
+    key = name.rsplit("/", 1)[-1].lower()
+    for suffix in ("-hf", "-chat", "-instruct", "-base"):
+        key = key.replace(suffix, "")
+    key = key.replace("meta-llama", "llama").replace("llama2", "llama-2").replace("llama3", "llama-3")
+    return _KNOWN.get(key)
+
+
+def by_name(name: str) -> Shape:
+    """A model by a name that is known here.
+
+    Raises:
+        UserError: it is not known.
+    """
+    shape = known(name)
+    if shape is None:
+        near = get_close_matches(name.lower(), _KNOWN, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"the dimensions of '{name}' are not known here (the nearest known name is '{near}'); give a folder with "
+            "config.json, or dimensions: hidden=4096,layers=32,heads=32,kv_heads=8,intermediate=14336,vocab=128256"
+        )
+    return shape
+
+
+def from_text(text: str) -> Shape:
+    """Dimensions as `hidden=4096,layers=32,...`; `kv_heads` is heads and `head_dim` hidden / heads, if not given."""
+    given: dict[str, int] = {}
+    keys = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key.strip() not in keys or not value.strip().isdigit():
+            raise UserError(f"'{part}' in '{text}' is no dimension; give {', '.join(keys)} as key=number")
+        given[key.strip()] = int(value)
+    missing = [key for key in ("hidden", "layers", "heads", "intermediate", "vocab") if key not in given]
+    if missing:
+        raise UserError(f"'{text}' lacks {', '.join(missing)}")
+    return _sized(text, **given)
+
+
+def from_file(path: Path, name: str | None = None) -> Shape:
+    """From a model's config.json; it is called by its folder, where it has no other name."""
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: {error}") from None
+    return from_config(config, name or path.parent.name)
+
+
+def from_config(config: Mapping[str, Any], name: str) -> Shape:
+    """From the keys of a model's config.json.
+
+    Raises:
+        UserError: a key is missing, or the model's type is not known here.
+    """
+    kind = config.get("model_type")
+    family = _FAMILIES.get(kind or "")
+    if family is None:
+        raise UserError(
+            f"{name} has model_type '{kind}', and the planner knows {', '.join(sorted(_FAMILIES))}; give dimensions "
+            "(hidden=...,layers=...) for a model of Llama's kind"
+        )
+    names, traits = family
+    wanted = {key: names.get(key, standard) for key, standard in _LLAMA.items()}
+    found = {key: config[theirs] for key, theirs in wanted.items() if config.get(theirs) is not None}
+    missing = [
+        wanted[key] for key in ("hidden", "layers", "heads", "intermediate", "vocab") if key not in found | traits
+    ]
+    if missing and not (kind in ("gpt2", "mpt") and missing == [wanted["intermediate"]]):
+        raise UserError(f"{name}: config.json lacks {', '.join(missing)}")
+    if kind in ("gpt2", "mpt"):
+        found.setdefault("intermediate", int(config.get("expansion_ratio", 4)) * found["hidden"])
+    extra: dict[str, Any] = dict(traits)
+    if kind == "gpt2":
+        extra["positions"] = config.get("n_positions", 1024)
+    if kind == "mpt" and config.get("learned_pos_emb", True):
+        extra["positions"] = config["max_seq_len"]
+    biased = [key for key in ("attention_bias", "mlp_bias") if config.get(key)]
+    if biased and kind in ("llama", "qwen3"):
+        raise UserError(f"{name} has {' and '.join(biased)}, which the planner does not know")
+    extra["max_positions"] = next((config[key] for key in _POSITIONS if key in config), None)
+    if config.get("tie_word_embeddings") is not None:
+        extra["tied"] = config["tie_word_embeddings"]
+    return _sized(name, **found, **extra)
+
+
+def to_config(shape: Shape) -> dict[str, Any]:
+    """A config.json of a model of these dimensions.
+
+    Raises:
+        UserError: of a family that is not Llama's.
+    """
+    if not (shape.gated and shape.rms_norm) or shape.biases:
+        raise UserError(f"{shape.name} is not of Llama's kind; give a folder with its config.json")
+    kind, family = (
+        ("qwen3", "Qwen3") if shape.qk_norms else ("qwen2", "Qwen2") if shape.qkv_biases else ("llama", "Llama")
+    )
+    sizes = {theirs: getattr(shape, ours) for ours, theirs in _LLAMA.items()}
+    return sizes | {
+        "model_type": kind,
+        "architectures": [f"{family}ForCausalLM"],
+        "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": shape.max_positions or 131072,
+    }
+
+
+def _sized(name: str, *, hidden: int, heads: int, **given: Any) -> Shape:
+    given.setdefault("kv_heads", heads)
+    if "head_dim" not in given:
+        if heads < 1 or hidden % heads:
+            raise UserError(f"{name}: hidden {hidden} is not a multiple of heads {heads}; give head_dim")
+        given["head_dim"] = hidden // heads
+    return Shape(name=name, hidden=hidden, heads=heads, **given)
+
+
+# The names of the dimensions in config.json, and what a family has that Llama has not.
+_LLAMA = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate": "intermediate_size",
+    "vocab": "vocab_size",
+}
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+GPT2 = {
+    "gated": False,
+    "rms_norm": False,
+    "tied": True,
+    "biases": True,
+    "dropout": True,
+    "stepwise_gelu": True,
+}
+MPT = {"gated": False, "rms_norm": False, "tied": True}
+_FAMILIES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "llama": ({}, {}),
+    "mistral": ({}, {}),
+    "qwen2": ({"head_dim": "-"}, {"qkv_biases": True}),
+    "qwen3": ({}, {"qk_norms": True}),
+    "gpt2": (
+        {"hidden": "n_embd", "layers": "n_layer", "heads": "n_head", "intermediate": "n_inner", "kv_heads": "-"},
+        GPT2,
+    ),
+    "mpt": ({"hidden": "d_model", "layers": "n_layers", "heads": "n_heads", "kv_heads": "-"}, MPT),
+}
+
+
+def _llama(name: str, *sizes: int, **traits: Any) -> Shape:
+    hidden, layers, heads, kv_heads, intermediate, vocab = sizes
+    if name.startswith("llama-2"):
+        traits["max_positions"] = 4096
+    return _sized(
+        name,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate=intermediate,
+        vocab=vocab,
+        **traits,
+    )
+
+
+_KNOWN = {
+    shape.name: shape
+    for shape in (
+        _llama("llama-2-7b", 4096, 32, 32, 32, 11008, 32000),
+        _llama("llama-2-13b", 5120, 40, 40, 40, 13824, 32000),
+        _llama("llama-2-34b", 8192, 48, 64, 8, 22016, 32000),
+        _llama("llama-2-70b", 8192, 80, 64, 8, 28672, 32000),
+        _llama("llama-3-8b", 4096, 32, 32, 8, 14336, 128256),
+        _llama("llama-3-70b", 8192, 80, 64, 8, 28672, 128256),
+        _llama("llama-3.2-1b", 2048, 16, 32, 8, 8192, 128256, tied=True),
+        _llama("llama-3.2-3b", 3072, 28, 24, 8, 8192, 128256, tied=True),
+        _llama("llama-3.1-405b", 16384, 126, 128, 8, 53248, 128256),
+        _llama("mistral-7b", 4096, 32, 32, 8, 14336, 32000),
+        _llama("smollm2-135m", 576, 30, 9, 3, 1536, 49152, tied=True),
+        _llama("yi-34b", 7168, 60, 56, 8, 20480, 64000),
+        _llama("qwen2.5-7b", 3584, 28, 28, 4, 18944, 152064, qkv_biases=True),
+        _llama("qwen2.5-32b", 5120, 64, 40, 8, 27648, 152064, qkv_biases=True),
+        _llama("qwen2.5-72b", 8192, 80, 64, 8, 29568, 152064, qkv_biases=True),
+        _llama("qwen3-8b", 4096, 36, 32, 8, 12288, 151936, qk_norms=True),
+        _llama("qwen3-32b", 5120, 64, 64, 8, 25600, 151936, qk_norms=True, head_dim=128),
+        _llama("gpt-2-large", 1280, 36, 20, 20, 5120, 50257, positions=1024, **GPT2),
+        _llama("gpt-2-xl", 1600, 48, 25, 25, 6400, 50257, positions=1024, **GPT2),
+    )
+}
+_KNOWN |= {
+    name: replace(_KNOWN[same], name=name)
+    for name, same in (
+        ("llama-3.1-8b", "llama-3-8b"),
+        ("llama-3.1-70b", "llama-3-70b"),
+        ("llama-3.3-70b", "llama-3-70b"),
+    )
+}

@@ -1,0 +1,236 @@
+"""Time of a step by a roofline: matrix products at a share of the GPU's peak, the rest at a share of its memory
+bandwidth, and collectives at a share of the slower of link and network, hidden behind compute where FSDP hides them.
+
+Model floating point operations and MFU are PaLM's (arXiv 2204.02311, appendix B); that collectives cost (n - 1) / n of
+their bytes on the slowest link is NCCL's ring (nccl-tests, doc/PERFORMANCE.md).
+"""
+
+from dataclasses import dataclass
+
+from recipe.plan import activations, fitted, memory
+from recipe.plan.memory import units
+from recipe.plan.setup import Setup
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A step's time in seconds, and what it is made of.
+
+    Args:
+        compute, communication, optimizer: seconds of a step if each ran alone; `hidden` of communication is not waited
+            for.
+        wire: bytes that one GPU receives in a step, inside of its node and from other nodes.
+        mfu: model FLOPs utilization, of the 16-bit peak.
+    """
+
+    step: float
+    compute: float
+    communication: float
+    exposed: float
+    optimizer: float
+    launch_bound: bool
+    tokens_per_second_per_gpu: float
+    mfu: float
+    model_tflops: float
+    wire: dict[str, float]
+
+    @property
+    def hidden(self) -> float:
+        """Share of communication that compute hides."""
+        return 1 - self.exposed / self.communication if self.communication else 1.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of compute of one layer, and of what comes once (head and loss)."""
+
+    layer: float
+    head: float
+
+
+def estimate(setup: Setup) -> Speed:
+    forward, backward, again = _forward(setup), _backward(setup), _recomputed(setup)
+    shape, unit = setup.shape, units(setup)
+    layers = shape.layers
+    backward_layer = backward.layer + again
+    sharded = setup.strategy.parameters and (setup.shards > 1 or setup.offload)
+    gather_layer = gather_root = reduce_layer = reduce_root = 0.0
+    if sharded:
+        gather_layer, gather_root = _gather(setup, unit.layer), _gather(setup, shape.root)
+        reduce_layer, reduce_root = _reduce(setup, unit.layer), _reduce(setup, shape.root)
+    per_layer = shape.layer / unit.layer if setup.wrap_parameters else 1.0
+    gather_layer, reduce_layer = gather_layer * per_layer, reduce_layer * per_layer
+    gather_again = 0.0 if setup.strategy.stays_whole else gather_layer
+    replicas = _replicate_layer(setup)
+    in_backward = gather_again + reduce_layer + replicas
+    # What nothing hides: the first gather, and the last reduction.
+    edges = gather_root + gather_layer + reduce_root + reduce_layer + replicas
+    ahead = _side_by_side(forward.layer, gather_layer) * (layers - 1) + forward.layer
+    back = _side_by_side(backward_layer, in_backward) * (layers - 1) + _side_by_side(backward_layer, gather_again)
+    head = forward.head + backward.head
+    compute = layers * (forward.layer + backward_layer) + head
+    launches = (2 if again == 0 else 3) + 1
+    host = layers * fitted.KERNELS * fitted.LAUNCH * launches
+    micro = max(ahead + back + head, host) + edges
+    communication = layers * (gather_layer + in_backward) + gather_root + reduce_root
+    optimizer = _optimizer(setup)
+    step = setup.accumulation * micro + optimizer
+    rate = setup.tokens * setup.accumulation / step
+    flops = shape.model_flops(setup.seq_len)
+    return Speed(
+        step=step,
+        compute=setup.accumulation * compute,
+        communication=setup.accumulation * communication,
+        exposed=max(0.0, setup.accumulation * (micro - max(compute, host))) if communication else 0.0,
+        optimizer=optimizer,
+        launch_bound=host > ahead + back + head,
+        tokens_per_second_per_gpu=rate,
+        mfu=rate * flops / (setup.gpu.tflops * 1e12),
+        model_tflops=rate * flops / 1e12,
+        wire=wire(setup),
+    )
+
+
+def hardware_tflops(setup: Setup, speed: Speed) -> float:
+    """TFLOP/s of a GPU with recomputation counted, as Megatron's papers count (arXiv 2104.04473, equation 3)."""
+    again = {"full": 1.0, "alternate": 0.5}.get(setup.checkpointing, 0.0)
+    return speed.model_tflops * (3 + again) / 3
+
+
+def _side_by_side(compute: float, communication: float) -> float:
+    slowed = compute + fitted.CONTENTION * min(compute, communication)
+    return max(slowed, communication)
+
+
+def _matmul(setup: Setup, flops: float) -> float:
+    gpu = setup.gpu
+    peak = gpu.fp32_tflops if setup.compute_bytes == 4 else gpu.tflops
+    return flops / (peak * 1e12 * fitted.MATMUL[gpu.generation])
+
+
+def _attention(setup: Setup) -> float:
+    """Seconds of the forward attention core of one layer: two products of half the scores (the mask is causal)."""
+    flops = setup.tokens * 4 * setup.shape.q_width * setup.seq_len / 2
+    if not setup.flash:
+        return _matmul(setup, 2 * flops) + _moved(
+            setup, setup.tokens * 4 * activations.scores(setup.shape, setup.compute_bytes, setup.seq_len)
+        )
+    share = fitted.ATTENTION[setup.gpu.generation] * (fitted.TRITON if setup.triton else 1.0)
+    return flops / (setup.gpu.tflops * 1e12 * share)
+
+
+def _moved(setup: Setup, size: float) -> float:
+    return size / (setup.gpu.memory_gbs * 1e9 * fitted.BANDWIDTH)
+
+
+def _pointwise(setup: Setup) -> float:
+    whole = activations.whole_layer(setup.shape, setup.compute_bytes, True, setup.seq_len)
+    return _moved(setup, setup.tokens * fitted.TRAFFIC * whole)
+
+
+def _forward(setup: Setup) -> Pass:
+    shape, tokens = setup.shape, setup.tokens
+    layer = _matmul(setup, 2 * tokens * shape.layer_matmul) + _attention(setup) + _pointwise(setup)
+    head = _matmul(setup, 2 * tokens * shape.embedding) + _moved(setup, fitted.LOSS_TRAFFIC / 2 * tokens * shape.vocab)
+    return Pass(layer, head)
+
+
+def _backward(setup: Setup) -> Pass:
+    """Twice the products; attention's backward has five products for the two of the forward pass (FlashAttention-2,
+    arXiv 2307.08691, section 3)."""
+    shape, tokens = setup.shape, setup.tokens
+    layer = 2 * _matmul(setup, 2 * tokens * shape.layer_matmul) + 2.5 * _attention(setup) + 2 * _pointwise(setup)
+    head = 2 * _matmul(setup, 2 * tokens * shape.embedding)
+    return Pass(layer, head + _moved(setup, fitted.LOSS_TRAFFIC / 2 * tokens * shape.vocab))
+
+
+def _recomputed(setup: Setup) -> float:
+    """Seconds of a layer's forward pass that the backward pass repeats."""
+    shape, tokens = setup.shape, setup.tokens
+    if setup.checkpointing == "none":
+        return 0.0
+    if setup.checkpointing == "attention":
+        return 0.0 if setup.flash else _attention(setup)
+    if setup.checkpointing == "op":
+        products = shape.hidden * (shape.kv_width + shape.q_width + shape.intermediate)
+        return _matmul(setup, 2 * tokens * products) + _pointwise(setup)
+    return _forward(setup).layer * (0.5 if setup.checkpointing == "alternate" else 1.0)
+
+
+def _gather(setup: Setup, parameters: float) -> float:
+    """Seconds until a unit is whole; this rank's share comes from host memory where it is offloaded."""
+    return collective(setup, parameters * setup.compute_bytes) + _carried(setup, parameters)
+
+
+def _reduce(setup: Setup, parameters: float) -> float:
+    return collective(setup, parameters * setup.reduce_bytes) + _carried(setup, parameters)
+
+
+def _carried(setup: Setup, parameters: float) -> float:
+    if not setup.offload:
+        return 0.0
+    return parameters * setup.master_bytes / setup.shards / fitted.PCIE_BANDWIDTH
+
+
+def collective(setup: Setup, size: float) -> float:
+    """Seconds to gather, or to reduce and scatter, `size` bytes over the ranks that share them."""
+    shards, local = setup.shards, setup.gpus_per_node
+    nodes = 1 if setup.strategy.within_node else setup.num_nodes
+    if shards == 1:
+        return 0.0
+    seconds = size * (shards - 1) / shards / _link(setup) if local > 1 else 0.0
+    if nodes > 1:
+        seconds = max(seconds, size * (nodes - 1) / nodes / (setup.network.bytes_per_second * fitted.NETWORK))
+    return seconds + fitted.LATENCY + (nodes * fitted.LATENCY_PER_NODE if nodes > 1 else 0.0)
+
+
+def _link(setup: Setup) -> float:
+    gpu = setup.gpu
+    return gpu.link_gbs * 1e9 * (fitted.NVLINK if gpu.nvlink else fitted.PCIE)
+
+
+def _replicate_layer(setup: Setup) -> float:
+    """Seconds in which one layer's gradients are averaged over the ranks that hold the same share."""
+    copies = setup.world_size // setup.shards
+    if copies == 1:
+        return 0.0
+    size = 2 * setup.shape.layer * setup.reduce_bytes / setup.shards * (copies - 1) / copies
+    if setup.num_nodes > 1:  # the ranks of a node share its network
+        size *= setup.shards if setup.strategy.within_node else 1
+        return size / (setup.network.bytes_per_second * fitted.NETWORK) + fitted.LATENCY
+    return size / _link(setup) + fitted.LATENCY
+
+
+def wire(setup: Setup) -> dict[str, float]:
+    """Bytes of a step that one node receives from other nodes, and that one GPU receives inside of its node."""
+    parameters, strategy, shards = setup.shape.parameters, setup.strategy, setup.shards
+    nodes = 1 if strategy.within_node else setup.num_nodes
+    moved = 0.0
+    if strategy.parameters and shards > 1:
+        moved = parameters * (setup.compute_bytes * (1 if strategy.stays_whole else 2) + setup.reduce_bytes)
+    copies = setup.world_size // shards
+    averaged = 2 * parameters * setup.reduce_bytes / shards * (copies - 1) / copies
+    inside = moved * (shards - 1) / shards + (averaged if setup.num_nodes == 1 else 0)
+    between = moved * (nodes - 1) / nodes if nodes > 1 else 0.0
+    if setup.num_nodes > 1:
+        between += averaged * (shards if strategy.within_node else 1)
+    return {"within a node": setup.accumulation * inside, "between nodes": setup.accumulation * between}
+
+
+def _optimizer(setup: Setup) -> float:
+    """Clipping reads the gradients twice; the step reads weight, gradient and moments, and writes all but the
+    gradient."""
+    stepped = setup.shape.parameters / (setup.world_size if setup.strategy.moments else 1)
+    if setup.strategy.within_node:
+        stepped = setup.shape.parameters / setup.shards
+    size = 2 * setup.master_bytes + setup.optimizer.passes * (3 * setup.master_bytes + 2 * setup.moment_bytes)
+    if setup.offload:
+        return stepped * size / fitted.HOST_BANDWIDTH
+    paged = paged_out(setup) * 2 / fitted.PCIE_BANDWIDTH if setup.optimizer.paged else 0.0
+    return _moved(setup, stepped * size) + paged
+
+
+def paged_out(setup: Setup) -> float:
+    """Bytes of paged moments that find no room on the card, and come and go in every step."""
+    moments = setup.shape.parameters / setup.shards * setup.moment_bytes
+    return min(moments, max(0.0, moments + memory.needed(setup) - setup.gpu.memory))
