@@ -123,9 +123,10 @@ class Shape:
 def known(name: str) -> Shape | None:
     """The dimensions of a published model, by its name or hub id, of which the last part counts."""
     key = name.rsplit("/", 1)[-1].lower()
-    for suffix in ("-hf", "-chat", "-instruct", "-base"):
+    for suffix in ("-hf", "-chat", "-instruct", "-base", "-v0.1"):
         key = key.replace(suffix, "")
-    key = key.replace("meta-llama", "llama").replace("llama2", "llama-2").replace("llama3", "llama-3")
+    for short, long in (("meta-llama", "llama"), ("llama2", "llama-2"), ("llama3", "llama-3"), ("gpt2", "gpt-2")):
+        key = key.replace(short, long)
     return _KNOWN.get(key)
 
 
@@ -151,7 +152,7 @@ def from_text(text: str) -> Shape:
     keys = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
     for part in text.split(","):
         key, _, value = part.partition("=")
-        if key.strip() not in keys or not value.strip().isdigit():
+        if key.strip() not in keys or not value.strip().isdecimal():
             raise UserError(f"'{part}' in '{text}' is no dimension; give {', '.join(keys)} as key=number")
         given[key.strip()] = int(value)
     missing = [key for key in ("hidden", "layers", "heads", "intermediate", "vocab") if key not in given]
@@ -185,18 +186,16 @@ def from_config(config: Mapping[str, Any], name: str) -> Shape:
     names, traits = family
     wanted = {key: names.get(key, standard) for key, standard in _LLAMA.items()}
     found = {key: config[theirs] for key, theirs in wanted.items() if config.get(theirs) is not None}
-    missing = [
-        wanted[key] for key in ("hidden", "layers", "heads", "intermediate", "vocab") if key not in found | traits
-    ]
-    if missing and not (kind in ("gpt2", "mpt") and missing == [wanted["intermediate"]]):
-        raise UserError(f"{name}: config.json lacks {', '.join(missing)}")
-    if kind in ("gpt2", "mpt"):
+    if kind in ("gpt2", "mpt") and "hidden" in found:
         found.setdefault("intermediate", int(config.get("expansion_ratio", 4)) * found["hidden"])
+    missing = [wanted[key] for key in ("hidden", "layers", "heads", "intermediate", "vocab") if key not in found]
+    if missing:
+        raise UserError(f"{name}: config.json lacks {', '.join(missing)}")
     extra: dict[str, Any] = dict(traits)
     if kind == "gpt2":
         extra["positions"] = config.get("n_positions", 1024)
-    if kind == "mpt" and config.get("learned_pos_emb", True):
-        extra["positions"] = config["max_seq_len"]
+    if kind == "mpt" and config.get("learned_pos_emb", True) and not _alibi(config):
+        extra["positions"] = config.get("max_seq_len", 2048)
     biased = [key for key in ("attention_bias", "mlp_bias") if config.get(key)]
     if biased and kind in ("llama", "qwen3"):
         raise UserError(f"{name} has {' and '.join(biased)}, which the planner does not know")
@@ -224,6 +223,11 @@ def to_config(shape: Shape) -> dict[str, Any]:
         "tie_word_embeddings": shape.tied,
         "max_position_embeddings": shape.max_positions or 131072,
     }
+
+
+def _alibi(config: Mapping[str, Any]) -> bool:
+    """Whether an MPT's attention counts distances, which leaves positions without weights."""
+    return bool((config.get("attn_config") or {}).get("alibi", True))
 
 
 def _sized(name: str, *, hidden: int, heads: int, **given: Any) -> Shape:
