@@ -186,18 +186,18 @@ def refused_after(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 def test_a_dry_run_agrees_with_the_formula(tmp_path: Path) -> None:
     """As a user runs it, in a process of its own; a model by its dimensions, large enough that tables are no matter."""
-    model = "hidden=512,layers=4,heads=8,kv_heads=2,intermediate=1536,vocab=2048"
+    model = "hidden=2048,layers=6,heads=16,kv_heads=4,intermediate=5632,vocab=8192"
     command = [sys.executable, "-m", "recipe.cli", "plan", "--gpu", "a10g", "--gpus_per_node", "4", "--model", model]
     command += ["--max_length", "1024", "--bf16", "true", "--dry-run", "--json", *FLASH]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     found = json.loads(done.stdout)
     walked, moments = found["dry_run"], found["memory"]["moments"]
-    assert walked["units"] == 5
+    assert walked["units"] == 7
     assert walked["sharded"]["parameters"] == moments["optimizer step"]["weights"]
     counts = walked["sharded"]["optimizer"] - moments["optimizer step"]["moments"]
-    assert 0 < counts <= 4 * (9 * 4 + 3), "beside moments, a step count for each tensor that has a share here"
+    assert 0 < counts <= 4 * (9 * 6 + 3), "beside moments, a step count for each tensor that has a share here"
     formula = max(sum(pieces.values()) for name, pieces in moments.items() if "backward" in name or "reduced" in name)
-    assert formula == pytest.approx(walked["peaks"]["backward 2"], rel=0.1)
+    assert formula == pytest.approx(walked["peaks"]["backward 2"], rel=0.04)
 
 
 FLASH = ["--attn_implementation", "flash_attention_2"]

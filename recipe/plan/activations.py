@@ -78,14 +78,22 @@ def final(setup: Setup) -> int:
 
 
 def kept(setup: Setup) -> float:
-    """Bytes of all layers and of the final norm, for one micro-batch."""
-    return setup.tokens * setup.shape.layers * kept_layer(setup) + final(setup)
+    """Bytes of all layers, for one micro-batch."""
+    return setup.tokens * setup.shape.layers * kept_layer(setup)
 
 
-def working(setup: Setup) -> float:
-    """Bytes that one layer's pass needs beside what it keeps, at its widest: factors of the MLP, or scores."""
+def final_norm(setup: Setup) -> float:
+    """Bytes that the norm before the head keeps, until the loss's backward pass is through it."""
+    a_value = (4 if setup.shape.rms_norm else setup.compute_bytes) + 2 * setup.compute_bytes
+    return float(setup.tokens * a_value * setup.shape.hidden)
+
+
+def working(setup: Setup, backward: bool = False) -> float:
+    """Bytes that one layer's pass needs beside what it keeps, at its widest: factors of the MLP (backward: gradients of
+    two of them, when the gradient of their product is free), or scores."""
     shape, compute = setup.shape, setup.compute_bytes
-    mlp = compute * (3 if shape.gated else 2) * shape.intermediate + 2 * compute * shape.hidden
+    factors = (3 if shape.gated else 2) - backward
+    mlp = compute * (factors * shape.intermediate + 2 * shape.hidden)
     # Without flash: the scores' gradient before and after softmax, in fp32, when the probabilities are free.
     a_score = 0 if setup.flash else 2 * 4 - _probabilities(shape, compute)
     return setup.tokens * max(mlp, a_score * shape.heads * setup.seq_len)
@@ -104,4 +112,4 @@ def recomputed(setup: Setup) -> float:
     whole = whole_layer(shape, compute, setup.flash, setup.seq_len)
     inputs = compute * shape.hidden
     kept_here = {"none": whole, "alternate": inputs}.get(setup.checkpointing, kept_layer(setup))
-    return setup.tokens * max(0.0, whole - kept_here) + working(setup)
+    return setup.tokens * max(0.0, whole - kept_here) + working(setup, backward=True)

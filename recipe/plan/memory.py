@@ -154,6 +154,7 @@ def estimate(setup: Setup, step: int = 2) -> Memory:
     between = states | (gradients if setup.accumulation > 1 or (setup.keeps_gradients and step > 1) else {})
     unit, loss = units(setup), {"loss": _loss(setup)}
     kept = {"activations": activations.kept(setup)}
+    with_norm = {"activations": activations.kept(setup) + activations.final_norm(setup)}
     one_layer = {"activations": setup.tokens * activations.kept_layer(setup)}
     working, again = ({"layer at work": size(setup)} for size in (activations.working, activations.recomputed))
     whole, ahead = _gathered(setup, unit, layers=1), _gathered(setup, unit, layers=2)
@@ -167,7 +168,7 @@ def estimate(setup: Setup, step: int = 2) -> Memory:
     moments = [
         ("load", weights | _loading(setup, unit), 0.0),
         ("forward", between | whole | kept | working, gather),
-        ("loss", between | _gathered(setup, unit, layers=0) | kept | loss, 0.0),
+        ("loss", between | _gathered(setup, unit, layers=0) | with_norm | loss, 0.0),
         ("backward, last layer", between | ahead | unreduced | kept | again, gather),
         ("its gradients reduced", between | reduced_beside | unreduced | reducing | kept, 0.0),
         ("backward, first layer", states | gradients | ahead | unreduced | one_layer | again, reduce),
