@@ -13,7 +13,7 @@ from recipe.plan import activations, fitted
 from recipe.plan.setup import LOSSES, Setup
 
 LASTING = ("weights", "moments", "gradients", "buckets")
-OF_TOKENS = ("activations", "layer at work", "loss")
+OF_TOKENS = ("activations", "layer at work")
 POOLS = ("computing", "gathering", "reducing")
 LOSS_CHUNK_TOKENS = 2048  # recipe.loss.CHUNK_TOKENS, without importing torch
 
@@ -153,6 +153,7 @@ def estimate(setup: Setup, step: int = 2) -> Memory:
     # A later micro-batch finds the gradients of those before it.
     between = states | (gradients if setup.accumulation > 1 or (setup.keeps_gradients and step > 1) else {})
     unit, loss = units(setup), {"loss": _loss(setup)}
+    nearly = {"gradients": _gradients_of_all_but_the_first(setup, unit, rest["gradients"])}
     kept = {"activations": activations.kept(setup)}
     with_norm = {"activations": activations.kept(setup) + activations.final_norm(setup)}
     one_layer = {"activations": setup.tokens * activations.kept_layer(setup)}
@@ -170,9 +171,9 @@ def estimate(setup: Setup, step: int = 2) -> Memory:
         ("forward", between | whole | kept | working, gather),
         ("loss", between | _gathered(setup, unit, layers=0) | with_norm | loss, 0.0),
         ("backward, last layer", between | ahead | unreduced | kept | again, gather),
-        ("its gradients reduced", between | reduced_beside | unreduced | reducing | kept, 0.0),
-        ("backward, first layer", states | gradients | ahead | unreduced | one_layer | again, reduce),
-        ("all gradients reduced", states | gradients | reduced_beside | unreduced | reducing | one_layer, reduce),
+        ("last layer's reduced", between | reduced_beside | unreduced | reducing | kept, 0.0),
+        ("backward, second layer", states | nearly | ahead | unreduced | one_layer | again, reduce),
+        ("second layer's reduced", states | nearly | reduced_beside | unreduced | reducing | one_layer, reduce),
         ("optimizer step", weights | {"moments": rest["moments"]} | gradients | temporaries, reduce),
         ("evaluation", states | whole | working | loss, 0.0),
         ("save", states | (gradients if fsdp1 else {}), 0.0),  # FSDP1 frees them at the next forward pass
@@ -249,7 +250,17 @@ def _reducing(setup: Setup, unit: Units) -> dict[str, float]:
     """A unit's gradients in the reduce dtype, and this rank's share of the sum."""
     if not setup.strategy.parameters:
         return {}
-    return {"reduced unit": unit.layer * setup.reduce_bytes * (1 + 1 / setup.shards)}
+    # In the first micro-batch the share is the gradient itself.
+    share = 1 / setup.shards if setup.accumulation > 1 else 0
+    return {"reduced unit": unit.layer * setup.reduce_bytes * (1 + share)}
+
+
+def _gradients_of_all_but_the_first(setup: Setup, unit: Units, gradients: float) -> float:
+    """Near the end of the backward pass: those of the first layer and of the root come last."""
+    if setup.accumulation > 1 or not setup.strategy.parameters or setup.offload:
+        return gradients
+    missing = unit.layer + (setup.shape.root if _root_stays(setup) else setup.shape.embedding)
+    return max(0.0, gradients * (1 - missing / setup.shape.parameters))
 
 
 def _waiting(setup: Setup, unit: Units) -> tuple[float, float]:

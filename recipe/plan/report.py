@@ -110,7 +110,12 @@ class Plan:
         yield from self._time()
         found = advice.changes(setup)
         if found:
-            yield "\nthe smallest changes that make it fit"
+            tight = self.verdict == advice.TIGHT
+            yield (
+                "\nit should run; the smallest changes that leave room"
+                if tight
+                else "\nthe smallest changes that make it fit"
+            )
             yield from (f"  {change.line()}" for change in found)
         elif self.verdict == advice.TOO_LARGE:
             yield "\nno three changes together make it fit; --search tries more, or take more nodes"
@@ -197,7 +202,7 @@ def _gib(size: float) -> str:
 PHASES = {
     "load": ("load",),
     "forward": ("forward", "loss"),
-    "backward": ("backward, last layer", "its gradients reduced", "backward, first layer", "all gradients reduced"),
+    "backward": ("backward, last layer", "last layer's reduced", "backward, second layer", "second layer's reduced"),
     "optimizer": ("optimizer step",),
 }
 
@@ -217,7 +222,9 @@ def walk_lines(walked: dict[str, Any], setup: Setup) -> Iterator[str]:
         name, _, step = phase.partition(" ")
         if name in PHASES:
             moments = memory.estimate(setup, step=int(step or 2)).moments
-            yield _compared(f"peak in {phase}", size, max(m.allocated for m in moments if m.name in PHASES[name]))
+            # FSDP1 still has the last step's gradients where a forward pass begins, as where it saves.
+            of_phase = PHASES[name] + (("save",) if phase == "forward 2" else ())
+            yield _compared(f"peak in {phase}", size, max(m.allocated for m in moments if m.name in of_phase))
 
 
 def _compared(what: str, walked: float, formula: float) -> str:
