@@ -2,7 +2,7 @@
 # Fine-tune Llama-2-70B on two nodes of 8 GPUs, or on any number:
 #
 #     sbatch slurm/llama70b_2node.sh [CONFIG] [--key value ...]
-#     sbatch --nodes=4 slurm/llama70b_2node.sh configs/llama2_70b.yaml --learning_rate 1e-5
+#     sbatch --nodes=4 slurm/llama70b_2node.sh configs/llama2_70b.yaml --per_device_train_batch_size 1
 #
 # From the project's folder. What follows may all be given to sbatch instead, which wins.
 #
