@@ -89,8 +89,8 @@ def predict(row: Row) -> Outcome:
     if metric in ("fits", "oom"):
         setup = setup_of(row)
         needed = memory.needed(setup)
-        right = (needed <= setup.gpu.memory) == ((metric == "fits") == (measured == 1))
-        return Outcome(row, needed / 2**30, setup.gpu.memory_gib, 0.0 if right else 1.0, right)
+        foretold = (needed <= setup.gpu.memory) == ((metric == "fits") == (measured == 1))
+        return Outcome(row, needed / 2**30, setup.gpu.memory_gib, 0.0 if foretold else 1.0, foretold)
     if not measured:
         raise CannotPlan(f"value is '{row['value']}'")
     predicted = _figure(row)

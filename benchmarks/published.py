@@ -256,6 +256,7 @@ def _refuse(row: Row) -> None:
             "tensor, context or pipeline parallelism is not modelled",
         ),
         ("activation" in row["cpu_offload"].lower(), "offloaded activations are not modelled"),
+        ("optim" in row["cpu_offload"].lower(), "an optimizer that is offloaded alone is not modelled"),
     )
     for applies, reason in reasons:
         if applies:

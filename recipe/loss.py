@@ -40,6 +40,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad = grad.to(hidden.dtype)
                 torch.mm(grad, weight, out=grad_hidden[rows])
                 grad_weight.addmm_(grad.T, hidden[rows])
+                del grad
+            del logits  # or this chunk's would be there beside the next one's
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 

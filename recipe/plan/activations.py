@@ -71,21 +71,15 @@ def kept_layer(setup: Setup) -> float:
     return whole
 
 
-def final(setup: Setup) -> int:
-    """Bytes of the final norm with its result, for one micro-batch; where no layer keeps anything, they are all."""
-    shape, compute = setup.shape, setup.compute_bytes
-    return setup.tokens * (_norm(shape, compute, shape.hidden) + compute * shape.hidden)
-
-
 def kept(setup: Setup) -> float:
     """Bytes of all layers, for one micro-batch."""
     return setup.tokens * setup.shape.layers * kept_layer(setup)
 
 
 def final_norm(setup: Setup) -> float:
-    """Bytes that the norm before the head keeps, until the loss's backward pass is through it."""
-    a_value = (4 if setup.shape.rms_norm else setup.compute_bytes) + 2 * setup.compute_bytes
-    return float(setup.tokens * a_value * setup.shape.hidden)
+    """Bytes of the norm before the head, with its result, until the loss's backward pass is through it."""
+    shape, compute = setup.shape, setup.compute_bytes
+    return float(setup.tokens * (_norm(shape, compute, shape.hidden) + compute * shape.hidden))
 
 
 def working(setup: Setup, backward: bool = False) -> float:

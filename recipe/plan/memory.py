@@ -175,7 +175,7 @@ def estimate(setup: Setup, step: int = 2) -> Memory:
         ("backward, second layer", states | nearly | ahead | unreduced | one_layer | again, reduce),
         ("second layer's reduced", states | nearly | reduced_beside | unreduced | reducing | one_layer, reduce),
         ("optimizer step", weights | {"moments": rest["moments"]} | gradients | temporaries, reduce),
-        ("evaluation", states | whole | working | loss, 0.0),
+        ("evaluation", states | whole | max(working, loss, key=lambda piece: max(piece.values())), 0.0),
         ("save", states | (gradients if fsdp1 else {}), 0.0),  # FSDP1 frees them at the next forward pass
         ("export", states | _exported(setup, unit), 0.0),
     ]
@@ -294,9 +294,5 @@ def _loss(setup: Setup) -> float:
     if setup.loss != "fused":
         return LOSSES[setup.loss] * setup.tokens * shape.vocab
     chunk = min(setup.tokens, LOSS_CHUNK_TOKENS)
-    # Logits in fp32 and the temporary of their logsumexp; or, while those of the next chunk are made (in the compute
-    # dtype, then in fp32), those of the last and their gradient, which its loop still holds.
-    following = min(setup.tokens - chunk, chunk)
-    logits = max(8.0 * chunk, 6.0 * (chunk + following))
-    # And the head's gradient; hidden states and theirs.
-    return logits * shape.vocab + compute * (shape.embedding + 2 * setup.tokens * shape.hidden)
+    # Logits in fp32 and the temporary of their logsumexp; the head's gradient; hidden states and theirs.
+    return 8.0 * chunk * shape.vocab + compute * (shape.embedding + 2 * setup.tokens * shape.hidden)
