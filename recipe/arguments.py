@@ -352,14 +352,14 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float | bool) else value
 
 
-def read_config(path: str | Path) -> dict[Any, Any]:
-    """Read a run's YAML file as a mapping. Raises `UserError` where there is none."""
+def read_config(path: str | Path, key: str = "--config") -> dict[Any, Any]:
+    """Read the YAML file that `key` names as a mapping. Raises `UserError` where there is none."""
     try:
         config = yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
-        raise UserError(f"no config file at '{path}'; give --config an existing YAML file") from None
+        raise UserError(f"no config file at '{path}'; give {key} an existing YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give --config a YAML file") from None
+        raise UserError(f"{path} cannot be read ({error}); give {key} a YAML file") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(config, dict):

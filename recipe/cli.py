@@ -114,22 +114,13 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     def run(args: argparse.Namespace, keys: list[str]) -> None:
         from recipe.plan_command import Asked, show
 
-        asked = Asked(
-            args.gpu,
-            args.interconnect,
-            args.accelerate,
-            args.model,
-            args.nodes,
-            args.gpus_per_node,
-            args.tokens,
-            tuple(args.lengths),
-        )
-        show(asked, keys, search=args.search, dry_run=args.dry_run, picture=args.picture, as_json=args.json)
+        asked = {name: getattr(args, name) for name in Asked.__dataclass_fields__}
+        show(Asked(**asked | {"lengths": tuple(args.lengths)}), keys, as_json=args.json)
 
     parser.usage = (
         "recipe plan --gpu GPU [--config CONFIG | --model MODEL] [--accelerate FILE] [--interconnect NET] [--nodes N] "
-        "[--gpus_per_node N] [--tokens N] [--search [--lengths N ...]] [--dry-run] [--picture FILE] [--json] "
-        "[--key value ...]"
+        "[--gpus_per_node N] [--tokens N] [--no_sync] [--search [--lengths N ...] [--host_memory GB]] [--dry-run] "
+        "[--picture FILE] [--json] [--key value ...]"
     )
     parser.description = (
         "Predicts memory, host memory, disk, traffic, time and cost of a run, without a GPU, weights or a network."
@@ -149,9 +140,15 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help="in the place of the accelerate file's num_machines")
     parser.add_argument("--gpus_per_node", type=int, metavar="N", help="in the place of the accelerate file's")
     parser.add_argument("--tokens", type=float, metavar="N", help="tokens of the whole run, such as 16.4e6")
+    parser.add_argument(
+        "--no_sync", action="store_true", help="gradients accumulate whole, as other trainers do it (this one does not)"
+    )
     parser.add_argument("--search", action="store_true", help="the fastest plans that fit, and the fewest GPUs")
     parser.add_argument(
         "--lengths", type=_count, nargs="+", default=[], metavar="N", help="values of max_length that --search tries"
+    )
+    parser.add_argument(
+        "--host_memory", type=float, metavar="GB", help="of a node, which --search stays within (default: any)"
     )
     parser.add_argument("--dry-run", action="store_true", help="walk the model through FSDP with fake tensors")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory and throughput (.png or .svg)")
@@ -189,7 +186,10 @@ def _verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str, least: int = 1) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number") from None
     if number < least:
         raise argparse.ArgumentTypeError(f"{number} is less than {least}")
     return number

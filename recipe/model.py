@@ -91,8 +91,12 @@ def load_tokenizer(
     return tokenizer
 
 
-def attention_problems(args: ModelArguments, compute_dtype: torch.dtype, on_gpu: bool) -> list[str]:
-    """Why `attn_implementation` cannot be had here; [] if it can. Flash Attention is never replaced in silence."""
+def attention_problems(args: ModelArguments, compute_dtype: torch.dtype, on_gpu: bool, here: bool = True) -> list[str]:
+    """Why `attn_implementation` cannot be had; [] if it can. Flash Attention is never replaced in silence.
+
+    Args:
+        here: the run is on this machine, so that what is installed counts.
+    """
     asked = args.attn_implementation or "sdpa"
     if "flash" not in asked:
         return []
@@ -101,7 +105,7 @@ def attention_problems(args: ModelArguments, compute_dtype: torch.dtype, on_gpu:
         why = "there is no GPU"
     elif compute_dtype != torch.bfloat16:
         why = f"it computes in bf16 or fp16 and the run computes in {compute_dtype}: set bf16: true"
-    elif "/" not in asked and importlib.util.find_spec("flash_attn") is None:
+    elif here and "/" not in asked and importlib.util.find_spec("flash_attn") is None:
         why = "the package flash-attn is not installed"
     if why is None:
         return []

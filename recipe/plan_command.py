@@ -7,25 +7,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
+import torch
 
 from recipe import data as datasets
 from recipe import model as models
-from recipe.arguments import Arguments, parse_arguments
+from recipe.arguments import Arguments, ModelArguments, TrainArguments, parse_arguments, read_config
 from recipe.errors import UserError, raise_if
 from recipe.launch import environment
 from recipe.plan import shape as shapes
-from recipe.plan.hardware import gpu
+from recipe.plan.hardware import Gpu, gpu
 from recipe.plan.report import Plan, walk_lines
 from recipe.plan.search import Candidate, best_by_size
 from recipe.plan.search import lines as search_lines
 from recipe.plan.search import search as searched
-from recipe.plan.setup import Setup
-from recipe.plan.shape import Shape
+from recipe.plan.setup import STRATEGIES, Setup
 from recipe.planning import cached, network_of, plan_of, setup_of, shape_of
 from recipe.preflight import settings
 from recipe.sharding import plugin
@@ -56,15 +55,20 @@ class Asked:
     gpus_per_node: int | None = None
     tokens: float | None = None
     lengths: tuple[int, ...] = ()
+    search: bool = False
+    dry_run: bool = False
+    picture: Path | None = None
+    host_memory: float | None = None
+    no_sync: bool = False
 
 
 def make_plan(asked: Asked, keys: list[str]) -> tuple[Plan, Arguments]:
-    """The plan of a run.
+    """The plan of a run. Where no configuration is given, it computes in bf16, as such runs do.
 
     Raises:
         UserError: all that is wrong, as training would say it.
     """
-    problems: list[str] = []
+    problems = numbers(asked)
     card = _tried(problems, lambda: gpu(asked.gpu))
     wires = _tried(problems, lambda: network_of(asked.interconnect, card))
     sizes = _tried(problems, lambda: spread(asked))
@@ -72,15 +76,54 @@ def make_plan(asked: Asked, keys: list[str]) -> tuple[Plan, Arguments]:
     if arguments is None:
         raise UserError(*problems)
     _, model, train = arguments
+    whole = any(key.startswith("--config") for key in keys)
+    if not whole and not any(key.startswith("--bf16") for key in keys):
+        train.bf16 = card is None or card.bf16
     if asked.model is not None:
         model.model_name_or_path = asked.model
     shape = _tried(problems, lambda: shape_of(model))
     if sizes is not None:
-        problems += refused(arguments, shape, math.prod(sizes), whole=any(key.startswith("--config") for key in keys))
+        problems += refused(arguments, math.prod(sizes), whole)
+    lengths = [length for length in (train.max_length, *asked.lengths) if length is not None]
+    if shape is not None and lengths:
+        problems += models.positions_problems(shape.max_positions, max(lengths))
+    if card is not None:
+        problems += device(card, model, train)
     raise_if(dict.fromkeys(problems))
     assert shape is not None and card is not None and wires is not None and sizes is not None
     setup = setup_of(model, train, shape, card, wires, *sizes)
+    setup = replace(setup, reduce_each_micro_batch=not asked.no_sync)
     return plan_of(arguments, setup, asked.tokens), arguments
+
+
+def numbers(asked: Asked) -> list[str]:
+    problems = []
+    if asked.tokens is not None and not 1 <= asked.tokens < math.inf:
+        problems.append(f"--tokens is {asked.tokens:g}; give 1 or more")
+    for key in ("nodes", "gpus_per_node"):
+        value = getattr(asked, key)
+        if value is not None and value < 1:
+            problems.append(f"--{key} is {value}; give 1 or more")
+    if asked.lengths and not asked.search:
+        problems.append("--lengths are what --search tries; add --search, or set max_length")
+    if asked.picture is not None and asked.picture.suffix not in (".png", ".svg"):
+        problems.append(f"--picture {asked.picture} is neither .png nor .svg")
+    return problems
+
+
+def device(card: Gpu, model: ModelArguments, train: TrainArguments) -> list[str]:
+    """What this kind of GPU cannot do."""
+    compute = torch.bfloat16 if train.bf16 or model.param_dtype == "bfloat16" else torch.float32
+    problems = models.attention_problems(model, compute, on_gpu=True, here=False)
+    if not card.bf16 and compute == torch.bfloat16:
+        problems.append(
+            f"{card.name} has no bf16, which the run computes in; set bf16: false, or take an Ampere or later"
+        )
+    if not card.bf16 and "flash" in (model.attn_implementation or ""):
+        problems.append(
+            f"attn_implementation is {model.attn_implementation}, which needs an Ampere GPU or later; set sdpa"
+        )
+    return problems
 
 
 _T = TypeVar("_T")
@@ -98,27 +141,37 @@ def _tried(problems: list[str], call: Callable[[], _T]) -> _T | None:
 def spread(asked: Asked) -> tuple[int, int]:
     """Nodes and GPUs of a node; and what the accelerate file asks for goes into the environment, where a launcher would
     put it."""
-    nodes, per_node = asked.nodes or 1, asked.gpus_per_node or 8
-    made = USUAL
+    nodes, per_node, made = 1, 8, USUAL
     if asked.accelerate is not None:
-        if not asked.accelerate.is_file():
-            raise UserError(f"{asked.accelerate} does not exist; give an accelerate file")
-        file = yaml.safe_load(asked.accelerate.read_text())
-        ranks, machines = int(file["num_processes"]), int(file["num_machines"])
-        if ranks % machines:
-            raise UserError(
-                f"num_processes {ranks} in {asked.accelerate} is not a multiple of num_machines {machines}; it counts "
-                "the processes of all machines together"
-            )
-        nodes, per_node = asked.nodes or machines, asked.gpus_per_node or ranks // machines
+        nodes, per_node = _machines(asked.accelerate)
         made = environment(str(asked.accelerate))
-    if nodes < 1 or per_node < 1:
-        raise UserError(f"--nodes {nodes} x --gpus_per_node {per_node}; give 1 or more of each")
+    nodes, per_node = asked.nodes or nodes, asked.gpus_per_node or per_node
     os.environ |= made | {"WORLD_SIZE": str(nodes * per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+    if plugin.strategy_asked() not in STRATEGIES:
+        names = "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD"
+        raise UserError(f"fsdp_sharding_strategy is '{plugin.strategy_asked()}', which is not planned; set {names}")
     return nodes, per_node
 
 
-def refused(arguments: Arguments, shape: Shape | None, world_size: int, whole: bool) -> list[str]:
+def _machines(path: Path) -> tuple[int, int]:
+    """Machines, and processes of each, of an accelerate file for GPUs."""
+    file = read_config(path, key="--accelerate")
+    ranks, machines = file.get("num_processes"), file.get("num_machines")
+    if not (isinstance(ranks, int) and isinstance(machines, int) and ranks > 0 and machines > 0):
+        raise UserError(
+            f"num_processes in {path} is {ranks!r} and num_machines {machines!r}; give whole numbers, 1 or more"
+        )
+    if file.get("use_cpu"):
+        raise UserError(f"{path} has use_cpu: true; take a file for GPUs")
+    if ranks % machines:
+        raise UserError(
+            f"num_processes {ranks} in {path} is not a multiple of num_machines {machines}; it counts the processes of "
+            "all machines together"
+        )
+    return machines, ranks // machines
+
+
+def refused(arguments: Arguments, world_size: int, whole: bool) -> list[str]:
     """What training would refuse.
 
     Args:
@@ -130,39 +183,37 @@ def refused(arguments: Arguments, shape: Shape | None, world_size: int, whole: b
         problems += settings.problems(data, model, train) + datasets.check(data, train)
     else:
         problems += settings.unsupported(model, train)
-    problems += settings.batch(train, world_size)
-    if shape is not None:
-        problems += models.positions_problems(shape.max_positions, train.max_length)
-    return problems
+    return problems + settings.batch(train, world_size)
 
 
-def show(asked: Asked, keys: list[str], *, search: bool, dry_run: bool, picture: Path | None, as_json: bool) -> None:
+def show(asked: Asked, keys: list[str], as_json: bool) -> None:
     """Print the plan, and what else was asked for."""
     plan, arguments = make_plan(asked, keys)
     values = plan.values()
     if not as_json:
         print("\n".join(plan.lines()))
     found: list[Candidate] = []
-    if search:
+    if asked.search:
         setup, batch = plan.setup, arguments[2].global_batch_size
-        found = best_by_size(searched(setup, batch, 4 * setup.num_nodes, asked.lengths))
+        host_bytes = None if asked.host_memory is None else asked.host_memory * 1e9
+        found = best_by_size(searched(setup, batch, 4 * setup.num_nodes, asked.lengths, host_bytes))
         values["search"] = [one.values() for one in found]
         if not as_json:
             print("\n".join(search_lines(found, plan.tokens)))
-    if dry_run:
+    if asked.dry_run:
         walked = walk(plan.setup, arguments)
         values["dry_run"] = walked
         if not as_json:
             print("\n".join(walk_lines(walked, plan.setup)))
     if as_json:
         print(json.dumps(values, indent=1))
-    if picture is not None:
+    if asked.picture is not None:
         from recipe.plan.picture import draw  # matplotlib, which nobody waits for who wants no picture
 
         try:
-            draw(picture, plan, found)
-        except (OSError, ValueError) as error:
-            raise UserError(f"--picture {picture} cannot be written: {error}; give a .png or .svg file") from None
+            draw(asked.picture, plan, found)
+        except OSError as error:
+            raise UserError(f"--picture {asked.picture} cannot be written: {error}; give another file") from None
 
 
 def walk(setup: Setup, arguments: Arguments) -> dict[str, Any]:

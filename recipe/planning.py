@@ -16,7 +16,7 @@ from recipe import model as models
 from recipe.arguments import Arguments, DataArguments, ModelArguments, TrainArguments
 from recipe.callbacks.forecast import Forecast
 from recipe.errors import UserError
-from recipe.plan import fitted, host, memory, speed
+from recipe.plan import host, memory, speed
 from recipe.plan import shape as shapes
 from recipe.plan.hardware import GPUS, Gpu, Network, network, of_device
 from recipe.plan.report import Plan
@@ -88,6 +88,7 @@ def setup_of(
         micro_batch=train.per_device_train_batch_size,
         accumulation=max(1, (train.global_batch_size or together) // together),
         checkpointing="full" if checkpointing or plugin.activation_checkpointing_asked() else "none",
+        eval_batch=train.per_device_eval_batch_size if train.eval_strategy != "no" else 0,
         flash=model.attn_implementation != "eager",
         loss="fused" if train.loss_type == "nll" else "kept",
         offload=plugin.offload_asked(),
@@ -101,7 +102,6 @@ def plan_of(arguments: Arguments, setup: Setup, tokens: float | None = None) -> 
         tokens: of the whole run; None: from max_steps, or from data that are prepared already.
     """
     data, model, train = arguments
-    moments = disk.checkpoint_bytes(model, train) - models.torch_dtype(model.param_dtype).itemsize
     steps, source = None, "--tokens"
     if tokens is not None:
         steps = math.ceil(tokens / setup.tokens_per_step)
@@ -119,7 +119,6 @@ def plan_of(arguments: Arguments, setup: Setup, tokens: float | None = None) -> 
             checkpoints=disk.checkpoints_to_come(train, there=0),
             export_bytes=models.torch_dtype(train.export_dtype).itemsize if train.export else 0,
             async_save=train.async_save,
-            saved_moment_bytes=float(moments),
         ),
         optimizer=train.optim,
         tokens=tokens,
@@ -144,10 +143,18 @@ def forecast(arguments: Arguments, config: PretrainedConfig) -> Forecast | None:
     seconds = speed.estimate(setup).step if card is not None else None
     between = f"with {wires.gigabits:g} Gb/s between nodes" if nodes > 1 else f"on {setup.gpu.name}"
     return Forecast(
-        memory=memory.estimate(setup).allocated + (0.0 if on_gpu else fitted.PROCESS_BYTES),
+        memory=memory.estimate(setup).allocated if on_gpu else _peak_on_cpu(setup, config),
         step_seconds=seconds,
         assumed=between,
     )
+
+
+def _peak_on_cpu(setup: Setup, config: PretrainedConfig) -> float:
+    """Resident bytes of rank 0, a CPU rank, before the first checkpoint; the model's files, which it has mapped while
+    it loads, among them."""
+    file_bytes = setup.master_bytes if config.dtype is None else config.dtype.itemsize
+    rank = host.rank(setup, on_cpu=True, file_bytes=file_bytes)
+    return max(rank.load + setup.shape.parameters * file_bytes, rank.train)
 
 
 def of_prepared_data(

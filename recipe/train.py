@@ -202,7 +202,8 @@ def make_meter(found: preflight.Found, train_args: TrainArguments, world_size: i
     parameters = flops.matmul_parameters(found.fresh.num_parameters(), embedding, config.tie_word_embeddings)
     on_gpu = train_args.device.type == "cuda"
     card = of_device(torch.cuda.get_device_name()) if on_gpu else None
-    layers, width = config.num_hidden_layers, config.hidden_size
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    width = heads * (config.to_dict().get("head_dim") or config.hidden_size // heads)
     return StepMeter(
         device=train_args.device,
         world_size=world_size,

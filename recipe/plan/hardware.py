@@ -19,6 +19,8 @@ class Gpu:
         fp32_tflops: peak of fp32 without TF32, which torch does not use by default.
         memory_gbs: bandwidth of its memory, GB/s.
         link_gbs: GB/s in one direction to the other GPUs of its node: NVLink, or PCIe.
+        bf16: whether it has bf16 tensor cores, and FlashAttention-2 runs on it (Ampere and later).
+        measured: whether the efficiencies were fitted on measurements of it.
         generation: key of the efficiencies in `recipe.plan.fitted`.
         devices: pattern of the names by which torch calls it.
     """
@@ -32,6 +34,8 @@ class Gpu:
     nvlink: bool
     generation: str
     devices: str
+    bf16: bool = True
+    measured: bool = False
 
     @property
     def memory(self) -> float:
@@ -52,21 +56,21 @@ class Network:
 
 # NVIDIA's data sheets; memory as `nvidia-smi` and torch report it.
 _GPUS = (
-    Gpu("a100-40gb", 39.4, 312, 19.5, 1555, 300, True, "ampere", r"A100.*40GB"),
-    Gpu("a100-80gb", 79.15, 312, 19.5, 2039, 300, True, "ampere", r"A100(?!.*40GB)"),
-    Gpu("a800-80gb", 79.15, 312, 19.5, 2039, 200, True, "ampere", r"A800"),
+    Gpu("a100-40gb", 39.4, 312, 19.5, 1555, 300, True, "ampere", r"A100.*40GB", measured=True),
+    Gpu("a100-80gb", 79.15, 312, 19.5, 2039, 300, True, "ampere", r"A100(?!.*40GB)", measured=True),
+    Gpu("a800-80gb", 79.15, 312, 19.5, 2039, 200, True, "ampere", r"A800", measured=True),
     Gpu("h100-pcie", 79.1, 756, 51, 2000, 32, False, "hopper", r"H100 PCIe"),
     Gpu("h100-nvl", 93.1, 835, 60, 3900, 32, False, "hopper", r"H100 NVL"),
-    Gpu("h100-96gb", 95.04, 989, 67, 2400, 450, True, "hopper-500w", r"H100.*96GB"),  # HBM2e, 500 W
-    Gpu("h100-80gb", 79.1, 989, 67, 3350, 450, True, "hopper", r"H100"),
+    Gpu("h100-96gb", 95.04, 989, 67, 2400, 450, True, "hopper-500w", r"H100.*96GB", measured=True),  # HBM2e, 500 W
+    Gpu("h100-80gb", 79.1, 989, 67, 3350, 450, True, "hopper", r"H100", measured=True),
     Gpu("h200", 139.8, 989, 67, 4800, 450, True, "hopper", r"H200"),
     Gpu("l40s", 44.4, 362, 91.6, 864, 32, False, "ada", r"L40S"),
     Gpu("a10g", 22.1, 70, 31.5, 600, 32, False, "ampere", r"A10G"),
     Gpu("rtx-3090", 23.69, 71, 35.6, 936, 32, False, "ampere", r"RTX 3090"),
     Gpu("rtx-4090", 23.64, 165, 82.6, 1008, 32, False, "ada", r"RTX 4090"),
-    Gpu("titan-rtx", 23.65, 130.5, 16.3, 672, 16, False, "turing", r"TITAN RTX"),
-    Gpu("v100-16gb", 15.77, 125, 15.7, 900, 150, True, "volta", r"V100.*16GB"),
-    Gpu("v100-32gb", 31.74, 125, 15.7, 900, 150, True, "volta", r"V100.*32GB"),
+    Gpu("titan-rtx", 23.65, 130.5, 16.3, 672, 16, False, "turing", r"TITAN RTX", bf16=False),
+    Gpu("v100-16gb", 15.77, 125, 15.7, 900, 150, True, "volta", r"V100.*16GB", bf16=False),
+    Gpu("v100-32gb", 31.74, 125, 15.7, 900, 150, True, "volta", r"V100.*32GB", bf16=False),
 )
 GPUS = {gpu.name: gpu for gpu in _GPUS}
 
@@ -87,7 +91,7 @@ def gpu(name: str) -> Gpu:
     Raises:
         UserError: it is not known.
     """
-    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    key = re.sub(r"[\s_]+", "-", name.strip().lower()).removeprefix("nvidia-")
     key = {"a10g-24gb": "a10g", "a100": "a100-80gb", "h100": "h100-80gb", "v100": "v100-32gb"}.get(key, key)
     if key not in GPUS:
         near = get_close_matches(key, GPUS, n=1, cutoff=0.0)[0]

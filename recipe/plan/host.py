@@ -1,6 +1,6 @@
 """Host memory of a node while a run loads, trains, saves and exports; and what it writes to disk.
 
-GPU ranks have weights, gradients and moments on the cards, unless they are offloaded or paged; CPU ranks have all of it
+Ranks with a GPU have weights, gradients and moments there, unless they are offloaded or paged. CPU ranks have all of it
 in their own memory, and what comes and goes too.
 """
 
@@ -12,11 +12,11 @@ from recipe.plan.setup import Optimizer, Setup
 
 @dataclass(frozen=True)
 class Rank:
-    """Bytes of one process at the peak of each of its phases.
+    """Bytes of one process, at the peak of each phase. Files that are mapped lie in the page cache beside it.
 
     Args:
-        train: until the first checkpoint, of which an asynchronous save's copy stays.
-        save: training goes on beside it.
+        train: before the first checkpoint.
+        save: training goes on. The copy that an asynchronous save is written from stays for the next.
     """
 
     load: float
@@ -55,27 +55,35 @@ def estimate(
     """Host memory and disk.
 
     Args:
-        checkpoints: that lie on disk together.
+        checkpoints: that lie on disk together; 0: none is saved.
         export_bytes: of an exported weight; 0: nothing is exported.
         on_cpu: the ranks are CPU ranks.
     """
-    main, other = (
-        rank(setup, main=main, saves=checkpoints > 0, export_bytes=export_bytes, async_save=async_save, on_cpu=on_cpu)
-        for main in (True, False)
+    parameters = setup.shape.parameters
+    first, other = (
+        rank(
+            setup,
+            first=first,
+            saves=checkpoints > 0,
+            export_bytes=export_bytes,
+            async_save=async_save,
+            on_cpu=on_cpu,
+        )
+        for first in (True, False)
     )
-    others = setup.gpus_per_node - 1
-    node = {phase.name: getattr(main, phase.name) + others * getattr(other, phase.name) for phase in fields(Rank)}
-    checkpoint = setup.shape.parameters * saved_bytes(setup.master_bytes, setup.optimizer)
-    exported = float(setup.shape.parameters * export_bytes)
-    return Host(**node, checkpoint=checkpoint, exported=exported, disk=checkpoints * checkpoint + exported)
+    phases = (phase.name for phase in fields(Rank))
+    of_node = {name: getattr(first, name) + (setup.gpus_per_node - 1) * getattr(other, name) for name in phases}
+    checkpoint = parameters * saved_bytes(setup.master_bytes, setup.optimizer)
+    exported = float(parameters * export_bytes)
+    return Host(**of_node, checkpoint=checkpoint, exported=exported, disk=checkpoints * checkpoint + exported)
 
 
 def rank(
     setup: Setup,
     *,
-    export_bytes: int,
-    main: bool = True,
+    first: bool = True,
     saves: bool = True,
+    export_bytes: int = 0,
     async_save: bool = True,
     on_cpu: bool = False,
     file_bytes: int | None = None,
@@ -83,27 +91,33 @@ def rank(
     """Host memory of one rank.
 
     Args:
-        main: rank 0, which reads the model's files and writes the export.
-        saves: the run writes checkpoints.
+        first: rank 0, which reads the model's files and writes the export.
+        saves, export_bytes, async_save, on_cpu: as in `estimate`.
         file_bytes: of a weight in the model's files; None: as the master weight.
     """
-    copied = staged(setup.shape.parameters / setup.world_size, setup) if saves and async_save else 0.0
-    saved = copied + (dense(setup.shape.parameters / setup.shards, setup.optimizer) if saves else 0.0)
-    writes = 2 * _tensor(setup) * export_bytes if main else 0.0  # one on its way to the disk, and the next
-    if not on_cpu:
-        stays = fitted.PROCESS_BYTES + resting(setup) / setup.gpus_per_node
-        weights = setup.shape.parameters / setup.shards * setup.master_bytes if setup.offload else 0.0
-        return Rank(fitted.PROCESS_BYTES + weights, stays, stays + saved, stays + copied + writes)
-    setup = replace(setup, offload=False, optimizer=replace(setup.optimizer, paged=False))
-    states = memory.resting(setup)  # with gradients: FSDP1 has them until the next step, FSDP2's heap their place
-    trained = memory.estimate(setup).allocated
-    kept, kept_at_work = (min(trained, most) for most in (fitted.HEAP_BYTES, fitted.HEAP_BYTES_AT_WORK[setup.fsdp]))
-    train = fitted.PROCESS_BYTES + trained + kept_at_work
+    stays, goes = 0.0, 0.0
+    if saves:
+        stays, goes = save_bytes(
+            setup.shape.parameters,
+            shards=setup.shards,
+            world_size=setup.world_size,
+            master_bytes=setup.master_bytes,
+            optimizer=setup.optimizer,
+            async_save=async_save,
+        )
+        if setup.fsdp == 1:  # its pieces are parts of a unit's memory, which DCP copies one by one as it writes them
+            unit = memory.units(setup)
+            goes += min(_tensor(setup), max(unit.layer, unit.root) / setup.shards) * setup.master_bytes
+    # A tensor on its way to the disk, and the next.
+    written = 2 * _tensor(setup) * export_bytes if first else 0.0
+    if on_cpu:
+        setup = _in_one_memory(setup)
+        exporting = _exporting(setup, written) if export_bytes else 0.0
+        return _cpu_rank(setup, _loading(setup, first, file_bytes or setup.master_bytes), stays, goes, exporting)
+    rests = fitted.PROCESS_BYTES + resting(setup) / setup.gpus_per_node
+    weights = setup.shape.parameters / setup.shards * setup.master_bytes if setup.offload else 0.0
     return Rank(
-        load=fitted.PROCESS_BYTES + states["weights"] + _loading(setup, main, file_bytes or setup.master_bytes),
-        train=train,
-        save=train + saved,
-        export=fitted.PROCESS_BYTES + sum(states.values()) + kept + copied + _exporting(setup, writes),
+        load=fitted.PROCESS_BYTES + weights, train=rests, save=rests + stays + goes, export=rests + stays + written
     )
 
 
@@ -111,14 +125,107 @@ def resting(setup: Setup) -> float:
     """Bytes of a node's host memory for what rests there, where its ranks have GPUs: all model states, if offloaded;
     paged moments, if they find no room on the cards."""
     if setup.offload:
-        on_the_card = replace(setup, offload=False, optimizer=replace(setup.optimizer, paged=False))
-        return setup.gpus_per_node * sum(memory.resting(on_the_card).values())
+        return setup.gpus_per_node * sum(memory.resting(_in_one_memory(setup)).values())
     return speed.paged_out(setup) * setup.gpus_per_node if setup.optimizer.paged else 0.0
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def saved_bytes(master_bytes: int, optimizer: Optimizer) -> float:
     """Bytes of a parameter in a checkpoint: the master weight and two moments, bitsandbytes' in fp32."""
     return master_bytes + 2 * (master_bytes if optimizer.moments is None else 4)
+
+
+def save_bytes(
+    parameters: float,
+    *,
+    shards: int,
+    world_size: int,
+    master_bytes: int,
+    optimizer: Optimizer,
+    async_save: bool = True,
+) -> tuple[float, float]:
+    """Bytes of host memory of one rank for a save, beside what it trains: what stays for the next save, and what goes
+    with this one.
+
+    What is in memory of its own is copied by the rank that writes it, of those that hold it. FSDP1's weights are not:
+    a unit of them is one piece. Moments of 8 bits are made fp32 for a save, and these are copied.
+    """
+    is_quantised = optimizer.moments is not None and optimizer.moments < 8
+    dense = 8 * parameters / shards if is_quantised else 0.0
+    if not async_save:
+        return 0.0, dense
+    weights = parameters / shards * master_bytes
+    moments = parameters / world_size * (saved_bytes(master_bytes, optimizer) - master_bytes)
+    return (weights, moments + dense) if is_quantised else (weights + moments, 0.0)
+
+
+def _in_one_memory(setup: Setup) -> Setup:
+    return replace(setup, offload=False, optimizer=replace(setup.optimizer, paged=False))
+
+
+def _tensor(setup: Setup) -> int:
+    """Parameters of the largest one."""
+    return max(setup.shape.embedding, setup.shape.hidden * setup.shape.intermediate)
+
+
+# -- CPU ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _cpu_rank(setup: Setup, loading: float, stays: float, goes: float, exporting: float) -> Rank:
+    """
+    Args:
+        loading, exporting: bytes beside what rests.
+        stays, goes: see `save_bytes`.
+    """
+    states = memory.resting(setup)
+
+    def process(phase: str, held: float) -> float:
+        return fitted.PROCESS_BYTES + held + min(held, fitted.HEAP_BYTES[phase][setup.fsdp])
+
+    train = process("train", max(memory.estimate(setup).allocated, _root_reduced(setup)))
+    # FSDP1 has the gradients until the next forward pass; FSDP2 has not, and the heap keeps their place.
+    rests = process("export", sum(states.values()))
+    return Rank(
+        load=process("load", states["weights"]) + loading,
+        train=train,
+        save=train + stays + goes,
+        export=rests + stays + exporting,
+    )
+
+
+def _root_reduced(setup: Setup) -> float:
+    """Bytes when the gradients of FSDP's root are reduced, the last of all; FSDP1 has them twice, as autograd made them
+    and laid out flat. `memory.estimate` leaves this out: where a model needs GPUs, its layers need more."""
+    states = sum(memory.resting(setup).values())
+    if not setup.strategy.parameters:
+        return states
+    if setup.fsdp == 2:
+        return states + setup.shape.embedding * (setup.compute_bytes + setup.reduce_bytes)
+    root = setup.shape.root
+    reduced = setup.reduce_bytes if setup.reduce_bytes != setup.compute_bytes else 0
+    not_yet = root / setup.shards * setup.master_bytes if setup.accumulation == 1 else 0.0
+    return states - not_yet + root * (3 * setup.compute_bytes + reduced)
+
+
+def _loading(setup: Setup, first: bool, file_bytes: int) -> float:
+    """Bytes beside this rank's share of the weights. Rank 0 has the files' tensors mapped, the others receive them."""
+    if setup.fsdp == 2:  # a tensor at a time, of which each rank cuts its share
+        tensor = _tensor(setup) * file_bytes
+        return tensor / setup.shards + (0 if first else tensor)
+    # A unit at a time, the root last: its parameters, and the same laid out flat, of which the share is cut, or which
+    # is what stays.
+    mapped = first and file_bytes == setup.master_bytes
+    times = (not mapped) + (setup.shards > 1)
+    unit = memory.units(setup)
+    return max(times * unit.root, times * unit.layer - unit.root / setup.shards) * setup.master_bytes
+
+
+def _exporting(setup: Setup, written: float) -> float:
+    """Bytes beside the shards: what is whole, and either what gathering it takes or what is being written."""
+    if not setup.strategy.parameters:
+        return written
+    if setup.fsdp == 2:
+        tensor = float(_tensor(setup) * setup.master_bytes)
+        return tensor + max(tensor, written)
+    unit = memory.units(setup)
+    whole = float(max(unit.layer, unit.root) * setup.master_bytes)
+    return whole + max(whole / setup.shards, written)

@@ -7,7 +7,7 @@ keeps a pool of its own for every stream, and FSDP gathers on one stream and red
 the sum of three peaks that need not come at the same time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recipe.plan import activations, fitted
 from recipe.plan.setup import LOSSES, Setup
@@ -110,7 +110,7 @@ class Memory:
 
 def outside(setup: Setup) -> float:
     """Bytes that PyTorch's allocator does not see: the CUDA context and NCCL's buffers."""
-    return fitted.CONTEXT_BYTES + (fitted.NCCL_BYTES if setup.world_size > 2 else 0)
+    return fitted.CONTEXT_BYTES + (fitted.NCCL_BYTES if setup.world_size > 1 else 0)
 
 
 def needed(setup: Setup) -> float:
@@ -175,7 +175,7 @@ def estimate(setup: Setup, step: int = 2) -> Memory:
         ("backward, second layer", states | nearly | ahead | unreduced | one_layer | again, reduce),
         ("second layer's reduced", states | nearly | reduced_beside | unreduced | reducing | one_layer, reduce),
         ("optimizer step", weights | {"moments": rest["moments"]} | gradients | temporaries, reduce),
-        ("evaluation", states | whole | max(working, loss, key=lambda piece: max(piece.values())), 0.0),
+        *([("evaluation", states | whole | _evaluating(setup), 0.0)] if setup.eval_batch else []),
         ("save", states | (gradients if fsdp1 else {}), 0.0),  # FSDP1 frees them at the next forward pass
         ("export", states | _exported(setup, unit), 0.0),
     ]
@@ -201,11 +201,10 @@ def _rounding(setup: Setup) -> float:
 def resting(setup: Setup) -> dict[str, float]:
     """Bytes of a GPU's weights, gradients and moments between passes. What is offloaded or paged is not there."""
     parameters, strategy, shards = setup.shape.parameters, setup.strategy, setup.shards
-    at_rest = setup.master_bytes if setup.gradient_bytes is None else setup.gradient_bytes
-    gradients = parameters * at_rest / (shards if strategy.gradients else 1)
+    gradients = parameters * setup.master_bytes / (shards if strategy.gradients else 1)
     if strategy.gradients and setup.accumulation > 1 and not setup.reduce_each_micro_batch:
         gradients = float(parameters * setup.compute_bytes)
-    moments = parameters * setup.moment_bytes / (setup.world_size if strategy.name == "ZERO1" else shards)
+    moments = parameters * setup.moment_bytes / setup.moment_shares
     return {
         "weights": 0.0 if setup.offload else parameters * setup.master_bytes / shards,
         "gradients": 0.0 if setup.offload else gradients,
@@ -217,8 +216,10 @@ def _gathered(setup: Setup, unit: Units, layers: int) -> dict[str, float]:
     """Weights in the compute dtype, beside the resting ones: the root's, which stay, and `layers` units: the one at
     work, and in the backward pass the one that is fetched ahead."""
     compute, parameters = setup.compute_bytes, setup.shape.parameters
-    if not setup.strategy.parameters:  # autocast keeps what it has cast
-        return {"cast weights": float(parameters * compute)} if compute != setup.master_bytes else {}
+    if not setup.strategy.parameters:
+        # Autocast keeps what it has cast; FSDP1 casts a unit at a time.
+        cast = parameters if setup.strategy.name != "NO_SHARD" else unit.root + layers * unit.layer
+        return {"cast weights": float(cast * compute)} if compute != setup.master_bytes else {}
     if setup.strategy.stays_whole:
         gathered = parameters
     else:
@@ -273,13 +274,20 @@ def _waiting(setup: Setup, unit: Units) -> tuple[float, float]:
 
 def _loading(setup: Setup, unit: Units) -> dict[str, float]:
     """FSDP1 flattens a unit that is whole; FSDP2 receives a tensor at a time."""
-    if not setup.strategy.parameters:
+    if setup.strategy.name in ("DDP", "ZERO1"):
         return {}
     largest = max(unit.layer, unit.root)
     if setup.fsdp == 1:
         return {"loading": (2 - 1 / setup.shards) * largest * setup.master_bytes}
     tensor = max(setup.shape.embedding, setup.shape.hidden * setup.shape.intermediate)
     return {"loading": (1 + 1 / setup.shards) * tensor * setup.master_bytes}
+
+
+def _evaluating(setup: Setup) -> dict[str, float]:
+    """A forward pass without a backward pass keeps nothing but the layer at work, and then a chunk of logits."""
+    batch = replace(setup, micro_batch=setup.eval_batch)
+    working, chunk = activations.working(batch), 8.0 * min(batch.tokens, LOSS_CHUNK_TOKENS) * setup.shape.vocab
+    return {"layer at work": working} if working > chunk else {"loss": chunk}
 
 
 def _exported(setup: Setup, unit: Units) -> dict[str, float]:

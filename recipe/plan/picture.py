@@ -21,11 +21,7 @@ def draw(file: Path, plan: Plan, found: Sequence[Candidate] = ()) -> None:
     Args:
         found: best plans by number of GPUs (`recipe.plan.search.best_by_size`); [] leaves the second panel out.
 
-    Raises:
-        ValueError: another kind of file.
     """
-    if file.suffix not in (".png", ".svg"):
-        raise ValueError(f"'{file.suffix}' is neither .png nor .svg")
     figure = Figure(figsize=(13 if found else 8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2 if found else 1, squeeze=False)[0]
@@ -55,30 +51,30 @@ def _memory(axes: Axes, plan: Plan) -> None:
     axes.annotate(f"{plan.setup.gpu.name}: {capacity:g} GiB", (capacity, len(moments) - 0.35), ha="right", fontsize=8)
     axes.set_xlabel("GiB of one GPU")
     axes.set_ylim(-0.6, len(moments) - 0.1)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.12))
 
 
 def _throughput(axes: Axes, found: Sequence[Candidate]) -> None:
     names = {4: "fp32 weights", 2: "bf16 weights"}
-    for master in sorted({one.setup.master_bytes for one in found}, reverse=True):
-        line = [one for one in found if one.setup.master_bytes == master]
-        gpus = [one.setup.world_size for one in line]
-        rates = [one.tokens_per_second for one in line]
-        axes.plot(gpus, rates, marker="o", label=names[master])
-        for one in line:
-            axes.annotate(
-                f"{one.speed.mfu:.0%}",
-                (one.setup.world_size, one.tokens_per_second),
-                textcoords="offset points",
-                xytext=(0, 6 if master == 4 else -12),
-                ha="center",
-                fontsize=8,
-            )
+    kinds = list(dict.fromkeys((one.setup.master_bytes, one.setup.seq_len) for one in found))
+    several = len({length for _, length in kinds}) > 1
+    for number, (master, length) in enumerate(kinds):
+        line = [one for one in found if (one.setup.master_bytes, one.setup.seq_len) == (master, length)]
+        label = names[master] + (f", {length:,} tokens" if several else "")
+        axes.plot([one.setup.world_size for one in line], [one.tokens_per_second for one in line], "o-", label=label)
+        if len(kinds) <= 2:  # more would lie on each other
+            _say_mfu(axes, line, below=number > 0)
     sizes = sorted({one.setup.world_size for one in found})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.set_xlabel(f"{found[0].setup.gpu.name} (fastest plan that fits; MFU)")
+    axes.set_xlabel(f"{found[0].setup.gpu.name} (best plan that fits{'; MFU' if len(kinds) <= 2 else ''})")
     axes.set_ylabel("tokens/s of all GPUs")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+
+
+def _say_mfu(axes: Axes, line: Sequence[Candidate], below: bool) -> None:
+    for one in line:
+        place, apart = (one.setup.world_size, one.tokens_per_second), (0, -13 if below else 7)
+        axes.annotate(f"{one.speed.mfu:.0%}", place, textcoords="offset points", xytext=apart, ha="center", fontsize=8)

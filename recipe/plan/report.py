@@ -1,13 +1,13 @@
 """A plan, worked out and told: as text, and as values for JSON."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from recipe.plan import advice, fitted, memory
+from recipe.plan import advice, memory
 from recipe.plan.host import Host
 from recipe.plan.memory import Memory
-from recipe.plan.setup import Setup
+from recipe.plan.setup import OPTIMIZERS, Setup
 from recipe.plan.speed import Speed
 
 GIB = 2**30
@@ -27,7 +27,7 @@ class Plan:
     """All that is predicted of a setup.
 
     Args:
-        optimizer, spread: as the keys call them.
+        optimizer: as the key calls it.
         tokens: that the run trains on; None where not known.
         steps: of the run; None where not known.
         source: where `tokens` comes from.
@@ -98,7 +98,7 @@ class Plan:
     @property
     def fitted(self) -> bool:
         """Whether the GPU's efficiencies were fitted on measurements."""
-        return self.setup.gpu.generation not in fitted.NOT_FITTED
+        return self.setup.gpu.measured
 
     def lines(self) -> Iterator[str]:
         setup = self.setup
@@ -139,7 +139,7 @@ class Plan:
         fast, setup = self.speed, self.setup
         yield (
             f"\nstep {fast.step:.2f} s: {fast.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {fast.mfu:.1%}; "
-            f"{fast.hidden:.0%} of {fast.communication:.1f} s of communication hidden"
+            f"{fast.communication:.1f} s of communication, {fast.waited:.1f} s of it waited for"
             + ("; the host's launches hold it up" if fast.launch_bound else "")
         )
         if not self.fitted:
@@ -150,7 +150,7 @@ class Plan:
             steps = "" if self.steps is None else f" in {self.steps:,} steps"
             yield (
                 f"{self.tokens:,.0f} tokens{steps} ({self.source}): {self.hours:.1f} hours, "
-                f"{self.hours * setup.world_size:,.0f} GPU-hours"
+                f"{self.hours * setup.world_size:,.0f} GPU-hours, without loading, saving and evaluation"
             )
 
 
@@ -209,11 +209,12 @@ PHASES = {
 
 def walk_lines(walked: dict[str, Any], setup: Setup) -> Iterator[str]:
     """A dry run (`recipe.plan.dry_run.DryRun`) held against the formula, in GiB."""
+    setup = replace(setup, optimizer=OPTIMIZERS["adamw_torch_fused"])  # which is what it walks
     resting = memory.resting(setup)
     ours = {"parameters": resting["weights"], "gradients": resting["gradients"], "optimizer": resting["moments"]}
     yield (
         f"\ndry run of {setup.world_size} ranks with fake tensors: {walked['units']} FSDP units, "
-        f"{walked['seconds']:.0f} s, {walked['host_bytes'] / 1e9:.1f} GB; GiB of one rank"
+        f"{walked['seconds']:.0f} s, {walked['host_bytes'] / 1e9:.1f} GB; GiB of one rank, adamw_torch_fused"
     )
     yield f"{'':24s}{'walked':>10s}{'formula':>10s}"
     for kind, formula in ours.items():

@@ -50,13 +50,15 @@ class Candidate:
     def keys(self) -> dict[str, object]:
         """What the plan asks for, by the keys of the run's and the accelerate file's."""
         setup = self.setup
-        return {
-            "nodes": setup.num_nodes,
-            "gpus": setup.world_size,
-            "fsdp_sharding_strategy": setup.strategy.name,
+        strategy: dict[str, object] = {"fsdp_sharding_strategy": setup.strategy.name}
+        if setup.fsdp == 2:
+            strategy = {"fsdp_reshard_after_forward": not setup.strategy.stays_whole}
+        return strategy | {
+            "num_machines": setup.num_nodes,
+            "num_processes": setup.world_size,
             "max_length": setup.seq_len,
             "per_device_train_batch_size": setup.micro_batch,
-            "accumulation": setup.accumulation,
+            "global_batch_size": setup.micro_batch * setup.accumulation * setup.world_size,
             "activation_checkpointing": setup.checkpointing != "none",
             "optim": self.optimizer,
             "param_dtype": "float32" if setup.master_bytes == 4 else "bfloat16",
@@ -64,20 +66,28 @@ class Candidate:
         }
 
 
-def search(start: Setup, global_batch: int | None, most_nodes: int, lengths: Sequence[int] = ()) -> list[Candidate]:
+def search(
+    start: Setup,
+    global_batch: int | None,
+    most_nodes: int,
+    lengths: Sequence[int] = (),
+    host_memory: float | None = None,
+) -> list[Candidate]:
     """Every combination that fits, fastest first.
 
     Args:
         start: what the plans have in common, such as the model, the GPU and the network.
-        global_batch: samples of `start`'s length in a step, whose tokens every plan has; None: whatever the
-            micro-batches come to.
+        global_batch: samples of `start`'s length in a step, whose tokens every plan has, rounded down to whole samples;
+            None: whatever the micro-batches come to.
         most_nodes: to try; one node is tried with a part of its GPUs too.
         lengths: values of max_length to try; none: that of `start`.
+        host_memory: bytes of a node's; None: as much as it takes.
     """
     sizes = [(1, gpus) for gpus in _powers(start.gpus_per_node)]
     sizes += [(nodes, start.gpus_per_node) for nodes in _powers(most_nodes) if nodes > 1]
-    found = [_judged(setup, name) for setup, name in _combinations(start, global_batch, sizes, lengths)]
-    return sorted((one for one in found if one is not None), key=lambda one: -one.tokens_per_second)
+    judged = (_judged(setup, name) for setup, name in _combinations(start, global_batch, sizes, lengths))
+    found = [one for one in judged if one is not None and (host_memory is None or one.host <= host_memory)]
+    return sorted(found, key=lambda one: -one.tokens_per_second)
 
 
 def _powers(most: int) -> list[int]:
@@ -95,7 +105,7 @@ def _judged(setup: Setup, optimizer: str) -> Candidate | None:
 def _combinations(
     start: Setup, global_batch: int | None, sizes: Sequence[tuple[int, int]], lengths: Sequence[int]
 ) -> Iterator[tuple[Setup, str]]:
-    dtypes = {(start.master_bytes, start.reduce_bytes), (4, 4), (2, 2)} if start.compute_bytes == 2 else {(4, 4)}
+    dtypes = (4, 2) if start.compute_bytes == 2 else (4,)
     choices = product(
         sizes,
         SEARCHED_STRATEGIES,
@@ -103,10 +113,10 @@ def _combinations(
         MICRO_BATCHES,
         ("none", "full"),
         OPTIMIZERS,
-        sorted(dtypes),
+        dtypes,
         (False, True),
     )
-    for (nodes, gpus), strategy, length, micro, checkpointing, optimizer, (master, reduce), offload in choices:
+    for (nodes, gpus), strategy, length, micro, checkpointing, optimizer, master, offload in choices:
         together = nodes * gpus * micro
         batch = None if global_batch is None else global_batch * start.seq_len // length
         if batch is not None and (batch < together or batch % together):
@@ -115,25 +125,23 @@ def _combinations(
             continue
         if strategy == "HYBRID_SHARD" and (nodes == 1 or gpus == 1 or start.fsdp == 2):
             continue  # the same as FULL_SHARD, or not to be had
-        if strategy == "NO_SHARD" and (start.fsdp == 2 or offload):
+        if strategy == "NO_SHARD" and start.fsdp == 2:
             continue
-        yield (
-            replace(
-                start,
-                num_nodes=nodes,
-                gpus_per_node=gpus,
-                strategy=STRATEGIES[strategy],
-                seq_len=length,
-                micro_batch=micro,
-                accumulation=batch // together if batch else start.accumulation,
-                checkpointing=checkpointing,
-                optimizer=OPTIMIZERS[optimizer],
-                master_bytes=master,
-                reduce_bytes=reduce,
-                offload=offload,
-            ),
-            optimizer,
+        setup = replace(
+            start,
+            num_nodes=nodes,
+            gpus_per_node=gpus,
+            strategy=STRATEGIES[strategy],
+            seq_len=length,
+            micro_batch=micro,
+            accumulation=batch // together if batch else start.accumulation,
+            checkpointing=checkpointing,
+            optimizer=OPTIMIZERS[optimizer],
+            master_bytes=master,
+            offload=offload,
         )
+        if setup.trains:
+            yield setup, optimizer
 
 
 def lines(best: Sequence[Candidate], tokens: float | None) -> Iterator[str]:
@@ -146,7 +154,9 @@ def lines(best: Sequence[Candidate], tokens: float | None) -> Iterator[str]:
         yield "\nno plan fits; try more nodes (--nodes), a larger GPU, or a shorter max_length"
         return
     setup = best[0].setup
-    yield f"\nbest plans that fit, by dtype of the weights and number of {setup.gpu.name}"
+    fewest = min(one.setup.world_size for one in best)
+    yield f"\nthe fewest that will do: {fewest} {setup.gpu.name}, if the host has the memory"
+    yield f"best plans that fit, by dtype of the weights and number of {setup.gpu.name}"
     yield (
         f"{'GPUs':>5s} {'strategy':13s} {'batch':>9s} {'length':>7s} {'recompute':9s} {'optim':18s} {'weights':8s} "
         f"{'offload':7s} {'host GB':>7s} {'GiB':>5s} {'tokens/s/GPU':>12s} {'MFU':>6s} {'hours':>6s} {'GPU-hours':>9s}"

@@ -91,8 +91,8 @@ class Setup:
         loss: a key of LOSSES, or "fused".
         offload: parameters, gradients and moments rest in host memory, and the optimizer steps there.
         wrap_parameters: units of about so many parameters (FSDP1's size-based wrap); 0: a unit a layer.
-        reduce_each_micro_batch: False keeps whole gradients until the last micro-batch.
-        gradient_bytes: of a gradient at rest; None: as the master weight.
+        reduce_each_micro_batch: False keeps whole gradients until the last micro-batch, as `no_sync` does.
+        eval_batch: samples of a rank in one batch of an evaluation; 0: there is none.
         head_apart: FSDP2 gathers embedding and head apart (Accelerate); else in one unit (torchtitan).
         keeps_gradients: they stay between steps, as zeros (PyTorch before 2.0).
         triton: the first Triton flash attention (2022, MPT's), which is slower than FlashAttention-2.
@@ -119,7 +119,7 @@ class Setup:
     offload: bool = False
     wrap_parameters: int = 0
     reduce_each_micro_batch: bool = True
-    gradient_bytes: int | None = None
+    eval_batch: int = 0
     head_apart: bool = True
     keeps_gradients: bool = False
     triton: bool = False
@@ -134,6 +134,12 @@ class Setup:
             raise UserError(*problems)
 
     @property
+    def trains(self) -> bool:
+        """Whether FSDP does what is asked for. Offloading needs shards; and FSDP1, whose gradients are reduced in every
+        micro-batch, would put each in the place of those before it (its documentation, under `cpu_offload`)."""
+        return not self.offload or (self.strategy.parameters and (self.fsdp == 2 or self.accumulation == 1))
+
+    @property
     def world_size(self) -> int:
         return self.num_nodes * self.gpus_per_node
 
@@ -143,6 +149,11 @@ class Setup:
         if not self.strategy.parameters:
             return 1
         return self.gpus_per_node if self.strategy.within_node else self.world_size
+
+    @property
+    def moment_shares(self) -> int:
+        """Ranks among which the optimizer's moments of a parameter are split."""
+        return self.world_size if self.strategy.moments and not self.strategy.parameters else self.shards
 
     @property
     def moment_bytes(self) -> float:

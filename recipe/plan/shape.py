@@ -1,6 +1,7 @@
 """A model's dimensions, and what follows from them alone: parameters by unit, multiplications, saved activations."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -51,9 +52,11 @@ class Shape:
     max_positions: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
+        sizes = {key: getattr(self, key) for key in _LLAMA}
         problems = [
-            f"{self.name}: {key} is {getattr(self, key)}; give 1 or more" for key in sizes if getattr(self, key) < 1
+            f"{self.name}: {key} is {value!r}; give a whole number from 1 to a billion"
+            for key, value in sizes.items()
+            if not isinstance(value, int) or not 1 <= value <= 10**9
         ]
         if not problems and self.heads % self.kv_heads:
             problems.append(f"{self.name}: heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
@@ -123,8 +126,9 @@ class Shape:
 def known(name: str) -> Shape | None:
     """The dimensions of a published model, by its name or hub id, of which the last part counts."""
     key = name.rsplit("/", 1)[-1].lower()
-    for suffix in ("-hf", "-chat", "-instruct", "-base", "-v0.1"):
+    for suffix in ("-hf", "-chat", "-instruct", "-base"):
         key = key.replace(suffix, "")
+    key = re.sub(r"-v0\.[12]$", "", key)  # the third has another vocabulary
     for short, long in (("meta-llama", "llama"), ("llama2", "llama-2"), ("llama3", "llama-3"), ("gpt2", "gpt-2")):
         key = key.replace(short, long)
     return _KNOWN.get(key)
@@ -165,8 +169,10 @@ def from_file(path: Path, name: str | None = None) -> Shape:
     """From a model's config.json; it is called by its folder, where it has no other name."""
     try:
         config = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no configuration but {type(config).__name__}")
     return from_config(config, name or path.parent.name)
 
 
@@ -233,7 +239,8 @@ def _alibi(config: Mapping[str, Any]) -> bool:
 def _sized(name: str, *, hidden: int, heads: int, **given: Any) -> Shape:
     given.setdefault("kv_heads", heads)
     if "head_dim" not in given:
-        if heads < 1 or hidden % heads:
+        whole = isinstance(hidden, int) and isinstance(heads, int)
+        if not whole or heads < 1 or hidden % heads:
             raise UserError(f"{name}: hidden {hidden} is not a multiple of heads {heads}; give head_dim")
         given["head_dim"] = hidden // heads
     return Shape(name=name, hidden=hidden, heads=heads, **given)
@@ -274,8 +281,6 @@ _FAMILIES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 
 def _llama(name: str, *sizes: int, **traits: Any) -> Shape:
     hidden, layers, heads, kv_heads, intermediate, vocab = sizes
-    if name.startswith("llama-2"):
-        traits["max_positions"] = 4096
     return _sized(
         name,
         hidden=hidden,
@@ -291,29 +296,29 @@ def _llama(name: str, *sizes: int, **traits: Any) -> Shape:
 _KNOWN = {
     shape.name: shape
     for shape in (
-        _llama("llama-2-7b", 4096, 32, 32, 32, 11008, 32000),
-        _llama("llama-2-13b", 5120, 40, 40, 40, 13824, 32000),
-        _llama("llama-2-34b", 8192, 48, 64, 8, 22016, 32000),
-        _llama("llama-2-70b", 8192, 80, 64, 8, 28672, 32000),
-        _llama("llama-3-8b", 4096, 32, 32, 8, 14336, 128256),
-        _llama("llama-3-70b", 8192, 80, 64, 8, 28672, 128256),
-        _llama("llama-3.2-1b", 2048, 16, 32, 8, 8192, 128256, tied=True),
-        _llama("llama-3.2-3b", 3072, 28, 24, 8, 8192, 128256, tied=True),
-        _llama("llama-3.1-405b", 16384, 126, 128, 8, 53248, 128256),
-        _llama("mistral-7b", 4096, 32, 32, 8, 14336, 32000),
-        _llama("smollm2-135m", 576, 30, 9, 3, 1536, 49152, tied=True),
-        _llama("yi-34b", 7168, 60, 56, 8, 20480, 64000),
-        _llama("qwen2.5-7b", 3584, 28, 28, 4, 18944, 152064, qkv_biases=True),
-        _llama("qwen2.5-32b", 5120, 64, 40, 8, 27648, 152064, qkv_biases=True),
-        _llama("qwen2.5-72b", 8192, 80, 64, 8, 29568, 152064, qkv_biases=True),
-        _llama("qwen3-8b", 4096, 36, 32, 8, 12288, 151936, qk_norms=True),
-        _llama("qwen3-32b", 5120, 64, 64, 8, 25600, 151936, qk_norms=True, head_dim=128),
-        _llama("gpt-2-large", 1280, 36, 20, 20, 5120, 50257, positions=1024, **GPT2),
-        _llama("gpt-2-xl", 1600, 48, 25, 25, 6400, 50257, positions=1024, **GPT2),
+        _llama("llama-2-7b", 4096, 32, 32, 32, 11008, 32000, max_positions=4096),
+        _llama("llama-2-13b", 5120, 40, 40, 40, 13824, 32000, max_positions=4096),
+        _llama("llama-2-34b", 8192, 48, 64, 8, 22016, 32000, max_positions=4096),
+        _llama("llama-2-70b", 8192, 80, 64, 8, 28672, 32000, max_positions=4096),
+        _llama("llama-3-8b", 4096, 32, 32, 8, 14336, 128256, max_positions=8192),
+        _llama("llama-3-70b", 8192, 80, 64, 8, 28672, 128256, max_positions=8192),
+        _llama("llama-3.2-1b", 2048, 16, 32, 8, 8192, 128256, max_positions=131072, tied=True),
+        _llama("llama-3.2-3b", 3072, 28, 24, 8, 8192, 128256, max_positions=131072, tied=True),
+        _llama("llama-3.1-405b", 16384, 126, 128, 8, 53248, 128256, max_positions=131072),
+        _llama("mistral-7b", 4096, 32, 32, 8, 14336, 32000, max_positions=32768),
+        _llama("smollm2-135m", 576, 30, 9, 3, 1536, 49152, max_positions=8192, tied=True),
+        _llama("yi-34b", 7168, 60, 56, 8, 20480, 64000, max_positions=4096),
+        _llama("qwen2.5-7b", 3584, 28, 28, 4, 18944, 152064, max_positions=131072, qkv_biases=True),
+        _llama("qwen2.5-32b", 5120, 64, 40, 8, 27648, 152064, max_positions=131072, qkv_biases=True),
+        _llama("qwen2.5-72b", 8192, 80, 64, 8, 29568, 152064, max_positions=131072, qkv_biases=True),
+        _llama("qwen3-8b", 4096, 36, 32, 8, 12288, 151936, max_positions=40960, qk_norms=True),
+        _llama("qwen3-32b", 5120, 64, 64, 8, 25600, 151936, max_positions=40960, qk_norms=True, head_dim=128),
+        _llama("gpt-2-large", 1280, 36, 20, 20, 5120, 50257, max_positions=1024, positions=1024, **GPT2),
+        _llama("gpt-2-xl", 1600, 48, 25, 25, 6400, 50257, max_positions=1024, positions=1024, **GPT2),
     )
 }
 _KNOWN |= {
-    name: replace(_KNOWN[same], name=name)
+    name: replace(_KNOWN[same], name=name, max_positions=131072)
     for name, same in (
         ("llama-3.1-8b", "llama-3-8b"),
         ("llama-3.1-70b", "llama-3-70b"),

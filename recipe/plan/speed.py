@@ -17,16 +17,17 @@ class Speed:
     """A step's time in seconds, and what it is made of.
 
     Args:
-        compute, communication, optimizer: seconds of a step if each ran alone; `hidden` of communication is not waited
-            for.
-        wire: bytes that one GPU receives in a step, inside of its node and from other nodes.
+        compute, communication, optimizer: seconds of a step if each ran alone.
+        waited: seconds in which compute waits for communication. Beside it, communication slows compute down.
+        launch_bound: the host does not launch kernels fast enough.
         mfu: model FLOPs utilization, of the 16-bit peak.
+        wire: bytes of a step that one GPU receives within its node, and that one node receives from others.
     """
 
     step: float
     compute: float
     communication: float
-    exposed: float
+    waited: float
     optimizer: float
     launch_bound: bool
     tokens_per_second_per_gpu: float
@@ -36,8 +37,8 @@ class Speed:
 
     @property
     def hidden(self) -> float:
-        """Share of communication that compute hides."""
-        return 1 - self.exposed / self.communication if self.communication else 1.0
+        """Share of communication that compute does not wait for."""
+        return 1 - self.waited / self.communication if self.communication else 1.0
 
 
 @dataclass(frozen=True)
@@ -48,47 +49,68 @@ class Pass:
     head: float
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds of communication for one layer: in the forward pass, in the backward pass, where the weights are gathered
+    again before and gradients reduced after; and for what lies outside of layers."""
+
+    forward: float
+    again: float
+    reduced: float
+    root: float
+
+
 def estimate(setup: Setup) -> Speed:
-    forward, backward, again = _forward(setup), _backward(setup), _recomputed(setup)
-    shape, unit = setup.shape, units(setup)
-    layers = shape.layers
-    backward_layer = backward.layer + again
-    sharded = setup.strategy.parameters and (setup.shards > 1 or setup.offload)
-    gather_layer = gather_root = reduce_layer = reduce_root = 0.0
-    if sharded:
-        gather_layer, gather_root = _gather(setup, unit.layer), _gather(setup, shape.root)
-        reduce_layer, reduce_root = _reduce(setup, unit.layer), _reduce(setup, shape.root)
-    per_layer = shape.layer / unit.layer if setup.wrap_parameters else 1.0
-    gather_layer, reduce_layer = gather_layer * per_layer, reduce_layer * per_layer
-    gather_again = 0.0 if setup.strategy.stays_whole else gather_layer
-    replicas = _replicate_layer(setup)
-    in_backward = gather_again + reduce_layer + replicas
-    # What nothing hides: the first gather, and the last reduction.
-    edges = gather_root + gather_layer + reduce_root + reduce_layer + replicas
-    ahead = _side_by_side(forward.layer, gather_layer) * (layers - 1) + forward.layer
-    back = _side_by_side(backward_layer, in_backward) * (layers - 1) + _side_by_side(backward_layer, gather_again)
-    head = forward.head + backward.head
-    compute = layers * (forward.layer + backward_layer) + head
-    launches = (2 if again == 0 else 3) + 1
-    host = layers * fitted.KERNELS * fitted.LAUNCH * launches
-    micro = max(ahead + back + head, host) + edges
-    communication = layers * (gather_layer + in_backward) + gather_root + reduce_root
-    optimizer = _optimizer(setup)
-    step = setup.accumulation * micro + optimizer
+    forward, backward, recomputed = _forward(setup), _backward(setup), _recomputed(setup)
+    traffic, layers = _traffic(setup), setup.shape.layers
+    layer, once = forward.layer + backward.layer + recomputed, forward.head + backward.head
+    ahead = _beside(forward.layer, traffic.forward)
+    back = _beside(backward.layer + recomputed, traffic.again + traffic.reduced)
+    # Nothing runs beside the first gather and the last reduction.
+    edges = traffic.root + traffic.forward + traffic.reduced
+    computed = (layers - 1) * (ahead.computing + back.computing) + layer + once
+    launched = layers * fitted.KERNELS * fitted.LAUNCH * (4 if recomputed else 3)
+    waited = (layers - 1) * (ahead.waiting + back.waiting) + edges
+    step = setup.accumulation * (max(computed, launched) + waited) + (optimizer := _optimizer(setup))
     rate = setup.tokens * setup.accumulation / step
-    flops = shape.model_flops(setup.seq_len)
+    flops = rate * setup.shape.model_flops(setup.seq_len)
     return Speed(
         step=step,
-        compute=setup.accumulation * compute,
-        communication=setup.accumulation * communication,
-        exposed=max(0.0, setup.accumulation * (micro - max(compute, host))) if communication else 0.0,
+        compute=setup.accumulation * (layers * layer + once),
+        communication=setup.accumulation
+        * (layers * (traffic.forward + traffic.again + traffic.reduced) + traffic.root),
+        waited=setup.accumulation * waited,
         optimizer=optimizer,
-        launch_bound=host > ahead + back + head,
+        launch_bound=launched > computed,
         tokens_per_second_per_gpu=rate,
-        mfu=rate * flops / (setup.gpu.tflops * 1e12),
-        model_tflops=rate * flops / 1e12,
+        mfu=flops / (setup.gpu.tflops * 1e12),
+        model_tflops=flops / 1e12,
         wire=wire(setup),
     )
+
+
+def _traffic(setup: Setup) -> Traffic:
+    shape, unit, strategy = setup.shape, units(setup), setup.strategy
+    copies = _averaged(setup, shape.layer), _averaged(setup, shape.root)
+    if not strategy.parameters:
+        return Traffic(0.0, 0.0, *copies)
+    units_a_layer = shape.layer / unit.layer
+    gather, reduce = _gather(setup, unit.layer) * units_a_layer, _reduce(setup, unit.layer) * units_a_layer
+    root = _gather(setup, shape.root) + _reduce(setup, shape.root)
+    return Traffic(gather, 0.0 if strategy.stays_whole else gather, reduce + copies[0], root + copies[1])
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Seconds of compute with communication beside it, which slows it down; and of waiting for the rest of it."""
+
+    computing: float
+    waiting: float
+
+
+def _beside(compute: float, communication: float) -> _Beside:
+    slowed = compute + fitted.CONTENTION * min(compute, communication)
+    return _Beside(slowed, max(0.0, communication - slowed))
 
 
 def hardware_tflops(setup: Setup, speed: Speed) -> float:
@@ -97,26 +119,23 @@ def hardware_tflops(setup: Setup, speed: Speed) -> float:
     return speed.model_tflops * (3 + again) / 3
 
 
-def _side_by_side(compute: float, communication: float) -> float:
-    slowed = compute + fitted.CONTENTION * min(compute, communication)
-    return max(slowed, communication)
+def _peak(setup: Setup) -> float:
+    gpu = setup.gpu
+    return 1e12 * (gpu.fp32_tflops if setup.compute_bytes == 4 else gpu.tflops)
 
 
 def _matmul(setup: Setup, flops: float) -> float:
-    gpu = setup.gpu
-    peak = gpu.fp32_tflops if setup.compute_bytes == 4 else gpu.tflops
-    return flops / (peak * 1e12 * fitted.MATMUL[gpu.generation])
+    return flops / (_peak(setup) * fitted.MATMUL[setup.gpu.generation])
 
 
 def _attention(setup: Setup) -> float:
     """Seconds of the forward attention core of one layer: two products of half the scores (the mask is causal)."""
     flops = setup.tokens * 4 * setup.shape.q_width * setup.seq_len / 2
     if not setup.flash:
-        return _matmul(setup, 2 * flops) + _moved(
-            setup, setup.tokens * 4 * activations.scores(setup.shape, setup.compute_bytes, setup.seq_len)
-        )
+        scores = setup.tokens * activations.scores(setup.shape, setup.compute_bytes, setup.seq_len)
+        return _matmul(setup, 2 * flops) + _moved(setup, 4 * scores)
     share = fitted.ATTENTION[setup.gpu.generation] * (fitted.TRITON if setup.triton else 1.0)
-    return flops / (setup.gpu.tflops * 1e12 * share)
+    return flops / (_peak(setup) * share)
 
 
 def _moved(setup: Setup, size: float) -> float:
@@ -173,15 +192,16 @@ def _carried(setup: Setup, parameters: float) -> float:
 
 
 def collective(setup: Setup, size: float) -> float:
-    """Seconds to gather, or to reduce and scatter, `size` bytes over the ranks that share them."""
-    shards, local = setup.shards, setup.gpus_per_node
+    """Seconds to gather, or to reduce and scatter, `size` bytes over the ranks that share them, in rings: (n - 1) / n
+    of the bytes go over every link, and through every node's network."""
+    shards, moved = setup.shards, size * (setup.shards - 1) / setup.shards
     nodes = 1 if setup.strategy.within_node else setup.num_nodes
     if shards == 1:
         return 0.0
-    seconds = size * (shards - 1) / shards / _link(setup) if local > 1 else 0.0
-    if nodes > 1:
-        seconds = max(seconds, size * (nodes - 1) / nodes / (setup.network.bytes_per_second * fitted.NETWORK))
-    return seconds + fitted.LATENCY + (nodes * fitted.LATENCY_PER_NODE if nodes > 1 else 0.0)
+    if nodes == 1:
+        return moved / _link(setup) + fitted.LATENCY
+    slowest = min(_link(setup), setup.network.bytes_per_second * fitted.NETWORK)
+    return moved / slowest + fitted.LATENCY + nodes * fitted.LATENCY_PER_NODE
 
 
 def _link(setup: Setup) -> float:
@@ -189,16 +209,17 @@ def _link(setup: Setup) -> float:
     return gpu.link_gbs * 1e9 * (fitted.NVLINK if gpu.nvlink else fitted.PCIE)
 
 
-def _replicate_layer(setup: Setup) -> float:
-    """Seconds in which one layer's gradients are averaged over the ranks that hold the same share."""
+def _averaged(setup: Setup, parameters: int) -> float:
+    """Seconds in which gradients are averaged over the ranks that hold the same share of them: NCCL's trees move twice
+    the bytes, and the ranks of a node share its network."""
     copies = setup.world_size // setup.shards
     if copies == 1:
         return 0.0
-    size = 2 * setup.shape.layer * setup.reduce_bytes / setup.shards * (copies - 1) / copies
-    if setup.num_nodes > 1:  # the ranks of a node share its network
-        size *= setup.shards if setup.strategy.within_node else 1
-        return size / (setup.network.bytes_per_second * fitted.NETWORK) + fitted.LATENCY
-    return size / _link(setup) + fitted.LATENCY
+    size = 2 * parameters * setup.reduce_bytes / setup.shards * (copies - 1) / copies
+    if setup.num_nodes == 1:
+        return size / _link(setup) + fitted.LATENCY
+    size *= setup.shards if setup.strategy.within_node else 1
+    return size / (setup.network.bytes_per_second * fitted.NETWORK) + fitted.LATENCY
 
 
 def wire(setup: Setup) -> dict[str, float]:
@@ -211,7 +232,7 @@ def wire(setup: Setup) -> dict[str, float]:
     copies = setup.world_size // shards
     averaged = 2 * parameters * setup.reduce_bytes / shards * (copies - 1) / copies
     inside = moved * (shards - 1) / shards + (averaged if setup.num_nodes == 1 else 0)
-    between = moved * (nodes - 1) / nodes if nodes > 1 else 0.0
+    between = moved * (shards - 1) / shards if nodes > 1 else 0.0
     if setup.num_nodes > 1:
         between += averaged * (shards if strategy.within_node else 1)
     return {"within a node": setup.accumulation * inside, "between nodes": setup.accumulation * between}
@@ -220,9 +241,7 @@ def wire(setup: Setup) -> dict[str, float]:
 def _optimizer(setup: Setup) -> float:
     """Clipping reads the gradients twice; the step reads weight, gradient and moments, and writes all but the
     gradient."""
-    stepped = setup.shape.parameters / (setup.world_size if setup.strategy.moments else 1)
-    if setup.strategy.within_node:
-        stepped = setup.shape.parameters / setup.shards
+    stepped = setup.shape.parameters / setup.moment_shares
     size = 2 * setup.master_bytes + setup.optimizer.passes * (3 * setup.master_bytes + 2 * setup.moment_bytes)
     if setup.offload:
         return stepped * size / fitted.HOST_BANDWIDTH

@@ -11,6 +11,8 @@ from recipe import model as models
 from recipe.arguments import ModelArguments, TrainArguments
 from recipe.checkpoint.find import candidates
 from recipe.checkpoint.publish import TEMPORARY
+from recipe.plan import host
+from recipe.plan.setup import OPTIMIZERS, Optimizer
 
 DISK_MARGIN = 1.2  # for what the estimate of a checkpoint does not know
 
@@ -57,9 +59,13 @@ def checkpoints_to_come(train: TrainArguments, there: int) -> int:
 
 
 def checkpoint_bytes(model: ModelArguments, train: TrainArguments) -> int:
-    """Bytes of a checkpoint for each parameter: the master weight and two moments, bitsandbytes' written in fp32."""
-    master = models.torch_dtype(model.param_dtype).itemsize
-    return master + 2 * (master if train.optim.startswith("adamw_torch") else 4)
+    """Bytes of a checkpoint for each parameter."""
+    return int(host.saved_bytes(models.torch_dtype(model.param_dtype).itemsize, optimizer(train)))
+
+
+def optimizer(train: TrainArguments) -> Optimizer:
+    """As the planner knows it; of one that is refused, what takes the most."""
+    return OPTIMIZERS.get(train.optim, OPTIMIZERS["adamw_8bit"])
 
 
 def existing(path: Path) -> Path:

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from recipe import model as models
 from recipe.arguments import ModelArguments, TrainArguments
-from recipe.preflight.disk import checkpoint_bytes
+from recipe.plan import host
+from recipe.preflight import disk
 from recipe.sharding import plugin
 
 _CGROUPS, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -22,12 +23,15 @@ def copy_problems(
     if not train.async_save or train.save_strategy == "no":
         return []
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    share = fresh.num_parameters() * local / plugin.ranks_that_share(local, world_size)
-    copied = share * checkpoint_bytes(model, train)
-    if train.optim == "adamw_8bit":
-        copied += share * 8  # its moments, made dense for the checkpoint, beside their copy
+    parameters, master = fresh.num_parameters(), models.torch_dtype(model.param_dtype).itemsize
+    shards, optimizer = plugin.ranks_that_share(local, world_size), disk.optimizer(train)
+    of_a_rank = host.save_bytes(
+        parameters, shards=shards, world_size=world_size, master_bytes=master, optimizer=optimizer
+    )
+    copied = local * sum(of_a_rank)
+    moments = 2 * master if optimizer.moments is None else optimizer.moments
     in_memory = not on_gpu or plugin.offload_asked()
-    trained = copied + share * models.torch_dtype(model.param_dtype).itemsize if in_memory else 0
+    trained = local * parameters / shards * (2 * master + moments) if in_memory else 0
     free = available()
     if copied + trained <= free:
         return []

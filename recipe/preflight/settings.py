@@ -59,6 +59,13 @@ def batch(train: TrainArguments, world_size: int | None) -> list[str]:
             f"global_batch_size {asked} is not a multiple of {world_size} ranks x {micro} samples "
             f"(per_device_train_batch_size); set it to {' or '.join(map(str, near))}"
         )
+    if asked is not None and asked > together and plugin.offload_asked() and plugin.version_asked() == 1:
+        # torch.distributed.fsdp, of `cpu_offload`: it takes the new gradient in the place of the one that is there.
+        problems.append(
+            f"fsdp_offload_params with FSDP1 cannot accumulate gradients, and global_batch_size {asked} takes "
+            f"{asked // together} micro-batches; raise per_device_train_batch_size, lower global_batch_size to "
+            f"{together}, or set fsdp_version: 2"
+        )
     return problems
 
 

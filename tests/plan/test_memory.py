@@ -180,9 +180,10 @@ def test_more_sharding_never_needs_more(setup):
     """From 2 ranks on. Of a model that is mostly embedding, a unit's weights, gradients and buffers can be more than
     what sharding saves."""
     assume(setup.world_size >= 2)
-    ladder = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1", "NO_SHARD", "DDP")
-    needs = [memory.needed(replace(setup, strategy=STRATEGIES[name])) for name in ladder]
-    assert needs == sorted(needs)
+    needs = {name: memory.needed(replace(setup, strategy=STRATEGIES[name])) for name in STRATEGIES}
+    ladder = [needs[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP")]
+    assert ladder == sorted(ladder)
+    assert needs["FULL_SHARD"] <= needs["NO_SHARD"] <= needs["DDP"], "FSDP1 casts a unit at a time, autocast all"
 
 
 @properties

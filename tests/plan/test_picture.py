@@ -30,8 +30,3 @@ def test_it_is_drawn(name: str, searched: bool, plan: Plan, tmp_path: Path) -> N
         pixels = imread(tmp_path / name)[..., :3]
         colours = {tuple(np.round(pixel, 2)) for pixel in pixels[::7, ::7].reshape(-1, 3)}
         assert len(colours) > len(COLUMNS), "bars in the colours of the pieces"
-
-
-def test_another_kind_of_file_is_refused(plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="neither .png nor .svg"):
-        draw(tmp_path / "a.gif", plan)

@@ -170,9 +170,9 @@ def test_every_impossible_dimension_is_told_at_once():
     with pytest.raises(UserError) as caught:
         Shape("mine", hidden=64, layers=0, heads=4, kv_heads=4, head_dim=16, intermediate=0, vocab=-1)
     assert caught.value.problems == [
-        "mine: layers is 0; give 1 or more",
-        "mine: intermediate is 0; give 1 or more",
-        "mine: vocab is -1; give 1 or more",
+        "mine: layers is 0; give a whole number from 1 to a billion",
+        "mine: intermediate is 0; give a whole number from 1 to a billion",
+        "mine: vocab is -1; give a whole number from 1 to a billion",
     ]
 
 

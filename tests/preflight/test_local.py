@@ -500,9 +500,18 @@ def test_a_sound_accelerate_file_passes(check, launched):
 def test_an_accelerate_file_that_does_not_do(changes, parts, problems, launched):
     """L2, S1: among them the settings under which a run trains on garbage, or times out, without a word."""
     launched(**changes)
-    (problem,) = problems(launched=True)
+    (problem,) = (text for text in problems(launched=True) if "cannot accumulate" not in text)
     for part in parts:
         assert part in problem
+
+
+def test_offloading_and_accumulating_under_fsdp1(launched, problems):
+    """torch would train on the last micro-batch alone."""
+    launched(FSDP_OFFLOAD_PARAMS="true")
+    found = problems(launched=True, global_batch_size=4, world_size=1)
+    assert any("cannot accumulate gradients, and global_batch_size 4 takes 4 micro-batches" in text for text in found)
+    launched(FSDP_OFFLOAD_PARAMS="true", FSDP_VERSION="2")
+    assert not any("accumulate" in text for text in problems(launched=True, global_batch_size=4, world_size=1))
 
 
 def test_a_rank_for_each_gpu_and_the_devices_that_were_asked_for(launched):
