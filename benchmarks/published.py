@@ -1,4 +1,4 @@
-"""Runs that others published, read as plans: the rows of published.csv and published_more.csv.
+"""Runs that others published, read as plans: the rows of published.csv, published_more.csv and published_held_out.csv.
 
 A row is a model, GPUs, how it was spread and trained, and one figure that was measured, which nothing here reads. What
 a row leaves open is filled in by what its software did (`Software`), never by a constant of its own.

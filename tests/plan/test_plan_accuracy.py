@@ -18,7 +18,7 @@ from recipe.errors import UserError
 from recipe.plan.setup import STRATEGIES
 from tests.conftest import ROOT
 
-FITTED, HELD_OUT = plan_accuracy.DEFAULT
+FITTED, HELD_OUT = plan_accuracy.FITTED[0], plan_accuracy.HELD_OUT
 ROWS = read(FITTED) + read(HELD_OUT)
 
 
