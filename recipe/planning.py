@@ -16,7 +16,7 @@ from recipe import model as models
 from recipe.arguments import Arguments, DataArguments, ModelArguments, TrainArguments
 from recipe.callbacks.forecast import Forecast
 from recipe.errors import UserError
-from recipe.plan import host, memory, speed
+from recipe.plan import advice, host, memory, speed
 from recipe.plan import shape as shapes
 from recipe.plan.hardware import GPUS, Gpu, Network, network, of_device
 from recipe.plan.report import Plan
@@ -140,13 +140,19 @@ def forecast(arguments: Arguments, config: PretrainedConfig) -> Forecast | None:
         setup = setup_of(model, train, shape, card or ANY_GPU, wires, nodes, per_node)
     except UserError:
         return None
-    seconds = speed.estimate(setup).step if card is not None else None
-    between = f"with {wires.gigabits:g} Gb/s between nodes" if nodes > 1 else f"on {setup.gpu.name}"
-    return Forecast(
-        memory=memory.estimate(setup).allocated if on_gpu else _peak_on_cpu(setup, config),
-        step_seconds=seconds,
-        assumed=between,
-    )
+    if card is None:
+        # On a GPU that is not known, memory alone.
+        peak = memory.estimate(setup).until_saved if on_gpu else _peak_on_cpu(setup, config)
+        return Forecast(peak, None, "")
+    between = f"with {wires.gigabits:g} Gb/s between nodes" if nodes > 1 else f"on {card.name}"
+    fast, said = speed.estimate(setup), advice.verdict(setup)
+    lines = [
+        f"planned: {memory.needed(setup) / 2**30:.1f} of {card.memory_gib:.1f} GiB, {card.name} ({said}), "
+        f"{fast.step:.2f} s a step {between}, {fast.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {fast.mfu:.1%}"
+    ]
+    if said == advice.TOO_LARGE:
+        lines.append("warning: by the plan this does not fit; `recipe plan` with the same keys says what would")
+    return Forecast(memory.estimate(setup).until_saved, fast.step, between, tuple(lines))
 
 
 def _peak_on_cpu(setup: Setup, config: PretrainedConfig) -> float:

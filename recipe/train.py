@@ -65,7 +65,8 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
     train_args.activate(world_size, on_gpu)
     open_cpu_door()
     watchdog.at("measuring the network")
-    lines += [*network.measure(train_args.device), *data.lines()]
+    foreseen = forecast(arguments, found.config)
+    lines += [*network.measure(train_args.device), *data.lines(), *(foreseen.lines if foreseen else ())]
     resume_from, stream = open_run_folder(train_args, run, resolved, lines, len(data.train), watchdog)
     meter = make_meter(found, train_args, world_size)
     run_dir = Path(train_args.output_dir)
@@ -95,7 +96,7 @@ def main(arguments: Arguments, stop: StopRequest) -> None:
         saver=saver,
         callbacks=[
             MeterCallback(meter),
-            ForecastCheck(forecast(arguments, found.config), meter),
+            ForecastCheck(foreseen, meter),
             DtypeCheck(found.master_dtype),
             StepRules(stream, train_args.stop_at_step),
             StopOnRequest(stop),

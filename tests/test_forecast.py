@@ -64,6 +64,9 @@ def test_a_gpus_time_is_foreseen_and_a_cpus_is_not(monkeypatch: pytest.MonkeyPat
     assert 60 < found.memory / GIB < 80
     assert 2 < found.step_seconds < 20
     assert "400 Gb/s" in found.assumed
+    assert len(found.lines) == 1 and "GiB, a100-80gb (tight)" in found.lines[0]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A100-PCIE-40GB")
+    assert "does not fit" in "\n".join(forecast(arguments, config).lines)
     monkeypatch.setattr(type(train), "device", torch.device("cpu"), raising=False)
     on_cpu = forecast(arguments, config)
     assert on_cpu is not None and on_cpu.step_seconds is None

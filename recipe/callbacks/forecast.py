@@ -20,11 +20,13 @@ class Forecast:
         memory: bytes, as `peak_memory_bytes` counts them.
         step_seconds: None where nobody knows how fast the device is.
         assumed: what the time rests on and may be wrong.
+        lines: for the log, before the run starts.
     """
 
     memory: float
     step_seconds: float | None
     assumed: str
+    lines: tuple[str, ...] = ()
 
 
 class ForecastCheck(TrainerCallback):

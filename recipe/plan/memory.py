@@ -82,6 +82,12 @@ class Memory:
         return self.peak.allocated
 
     @property
+    def until_saved(self) -> float:
+        """Most that is allocated in the first steps of a run, before anything is evaluated, saved or exported."""
+        later = ("evaluation", "save", "export")
+        return max(moment.allocated for moment in self.moments if moment.name not in later)
+
+    @property
     def active(self) -> float:
         return max(moment.allocated + moment.waiting for moment in self.moments)
 
