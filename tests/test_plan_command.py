@@ -158,7 +158,7 @@ def test_hours_of_prepared_data(
     ]
     args = ["--gpu", "a10g", "--gpus_per_node", "1"]
     assert plan(capsys, *args, *keys)["run"]["hours"] is None, "nothing is prepared, and planning prepares nothing"
-    assert not list(tmp_path.iterdir())
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "digests of files may be remembered"
     data, _, train = parse_arguments(keys)
     prepared = prepare(data, train, load_tokenizer(tiny_model))
     run = plan(capsys, *args, *keys)["run"]

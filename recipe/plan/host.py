@@ -181,7 +181,7 @@ def _cpu_rank(setup: Setup, loading: float, stays: float, goes: float, exporting
     def process(phase: str, held: float) -> float:
         return fitted.PROCESS_BYTES + held + min(held, fitted.HEAP_BYTES[phase][setup.fsdp])
 
-    train = process("train", max(memory.estimate(setup).allocated, _root_reduced(setup)))
+    train = process("train", memory.estimate(setup).until_saved)
     # FSDP1 has the gradients until the next forward pass; FSDP2 has not, and the heap keeps their place.
     rests = process("export", sum(states.values()))
     return Rank(
@@ -190,20 +190,6 @@ def _cpu_rank(setup: Setup, loading: float, stays: float, goes: float, exporting
         save=train + stays + goes,
         export=rests + stays + exporting,
     )
-
-
-def _root_reduced(setup: Setup) -> float:
-    """Bytes when the gradients of FSDP's root are reduced, the last of all; FSDP1 has them twice, as autograd made them
-    and laid out flat. `memory.estimate` leaves this out: where a model needs GPUs, its layers need more."""
-    states = sum(memory.resting(setup).values())
-    if not setup.strategy.parameters:
-        return states
-    if setup.fsdp == 2:
-        return states + setup.shape.embedding * (setup.compute_bytes + setup.reduce_bytes)
-    root = setup.shape.root
-    reduced = setup.reduce_bytes if setup.reduce_bytes != setup.compute_bytes else 0
-    not_yet = root / setup.shards * setup.master_bytes if setup.accumulation == 1 else 0.0
-    return states - not_yet + root * (3 * setup.compute_bytes + reduced)
 
 
 def _loading(setup: Setup, first: bool, file_bytes: int) -> float:

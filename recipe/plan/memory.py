@@ -10,7 +10,7 @@ the sum of three peaks that need not come at the same time.
 from dataclasses import dataclass, replace
 
 from recipe.plan import activations, fitted
-from recipe.plan.setup import LOSSES, Setup
+from recipe.plan.setup import LOSSES, OPTIMIZERS, Setup
 
 LASTING = ("weights", "moments", "gradients", "buckets")
 OF_TOKENS = ("activations", "layer at work")
@@ -180,6 +180,7 @@ def estimate(setup: Setup, step: int = 2) -> Memory:
         ("last layer's reduced", between | reduced_beside | unreduced | reducing | kept, 0.0),
         ("backward, second layer", states | nearly | ahead | unreduced | one_layer | again, reduce),
         ("second layer's reduced", states | nearly | reduced_beside | unreduced | reducing | one_layer, reduce),
+        ("root's reduced", states | gradients | _root_reduced(setup), reduce),
         ("optimizer step", weights | {"moments": rest["moments"]} | gradients | temporaries, reduce),
         *([("evaluation", states | whole | _evaluating(setup), 0.0)] if setup.eval_batch else []),
         ("save", states | (gradients if fsdp1 else {}), 0.0),  # FSDP1 frees them at the next forward pass
@@ -211,6 +212,11 @@ def resting(setup: Setup) -> dict[str, float]:
     if strategy.gradients and setup.accumulation > 1 and not setup.reduce_each_micro_batch:
         gradients = float(parameters * setup.compute_bytes)
     moments = parameters * setup.moment_bytes / setup.moment_shares
+    if setup.optimizer == OPTIMIZERS["adamw_8bit"]:  # bitsandbytes keeps those of embeddings in fp32
+        embedding = setup.shape.embedding / setup.moment_shares
+        if setup.fsdp == 1 and strategy.parameters:  # rank 0's share of the root begins with it
+            embedding = min(setup.shape.embedding, units(setup).root / shards)
+        moments += (8 - setup.moment_bytes) * embedding
     return {
         "weights": 0.0 if setup.offload else parameters * setup.master_bytes / shards,
         "gradients": 0.0 if setup.offload else gradients,
@@ -270,6 +276,23 @@ def _gradients_of_all_but_the_first(setup: Setup, unit: Units, gradients: float)
     return max(0.0, gradients * (1 - missing / setup.shape.parameters))
 
 
+def _root_reduced(setup: Setup) -> dict[str, float]:
+    """When the gradients of FSDP's root are reduced, the last of all: FSDP1 has its weights, and its gradients twice,
+    as autograd made them and laid out flat. Of models with a large vocabulary and small layers it can be the peak."""
+    shape, compute = setup.shape, setup.compute_bytes
+    if not setup.strategy.parameters:
+        return {}
+    if not _root_stays(setup):
+        return {
+            "whole gradients": float(shape.embedding * compute),
+            "reduced unit": shape.embedding * setup.reduce_bytes,
+        }
+    copies = 2 if setup.fsdp == 1 else 1
+    cast = setup.reduce_bytes if setup.reduce_bytes != compute else 0
+    pieces = {"gathered weights": float(shape.root * compute), "whole gradients": float(copies * shape.root * compute)}
+    return pieces | {"reduced unit": float(shape.root * cast)}
+
+
 def _waiting(setup: Setup, unit: Units) -> tuple[float, float]:
     """Bytes that FSDP1 has given up and other streams still use: a gathered unit, and gradients on their way."""
     if not setup.strategy.parameters or setup.fsdp == 2:
@@ -284,7 +307,7 @@ def _loading(setup: Setup, unit: Units) -> dict[str, float]:
         return {}
     largest = max(unit.layer, unit.root)
     if setup.fsdp == 1:
-        return {"loading": (2 - 1 / setup.shards) * largest * setup.master_bytes}
+        return {"loading": 2.0 * largest * setup.master_bytes}
     tensor = max(setup.shape.embedding, setup.shape.hidden * setup.shape.intermediate)
     return {"loading": (1 + 1 / setup.shards) * tensor * setup.master_bytes}
 

@@ -202,7 +202,13 @@ def _gib(size: float) -> str:
 PHASES = {
     "load": ("load",),
     "forward": ("forward", "loss"),
-    "backward": ("backward, last layer", "last layer's reduced", "backward, second layer", "second layer's reduced"),
+    "backward": (
+        "backward, last layer",
+        "last layer's reduced",
+        "backward, second layer",
+        "second layer's reduced",
+        "root's reduced",
+    ),
     "optimizer": ("optimizer step",),
 }
 
