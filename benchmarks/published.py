@@ -57,6 +57,7 @@ class Software:
     expandable: bool = False
     head_apart: bool = False
     keeps_gradients: bool = False
+    autocast: bool = False
     temporaries: float = 0.0
     one_adapter: bool = False
     triton: bool = False
@@ -70,7 +71,8 @@ def software(row: Row) -> Software:
     if "torchtitan" in source:
         return _torchtitan(row)
     if "pytorch-fsdp.md" in source:  # 2022: PyTorch 1.11
-        return Software(keeps_gradients=True, unties="min_num_params" in notes)
+        half = row["compute_dtype"] == "fp16"
+        return Software(keeps_gradients=True, unties="min_num_params" in notes, autocast=half)
     if "llama-recipes" in source and "anyprecision" not in row["optimizer"].lower():
         return Software(temporaries=2.0)  # PyTorch 2.0: foreach makes the roots and their sums
     if "torchtune" in source:
@@ -307,6 +309,7 @@ def setup_of(row: Row) -> Setup:
         wrap_parameters=2000 if "min_num_params" in row["notes"] else 0,
         head_apart=code.head_apart,
         keeps_gradients=code.keeps_gradients,
+        autocast=code.autocast,
         triton=code.triton,
         expandable=code.expandable,
     )

@@ -10,20 +10,25 @@ from recipe.plan.setup import Setup
 from recipe.plan.shape import Shape
 
 
-def whole_layer(shape: Shape, compute: int, flash: bool, seq_len: int) -> float:
+def whole_layer(shape: Shape, compute: int, flash: bool, seq_len: int, autocast: bool = False) -> float:
     """Bytes a token that one layer keeps when nothing is recomputed.
 
     Args:
         compute: bytes of an activation.
+        autocast: LayerNorms' inputs, and all of a stepwise GELU but its first factor and its result, are in fp32 (by
+            CUDA's list of operations, torch.amp's documentation; not counted, as CPUs have another list).
     """
     hidden, queries, keys = compute * shape.hidden, compute * shape.q_width, compute * shape.kv_width
-    norms = 2 * (_norm(shape, compute, shape.hidden) + hidden)  # and their results, which the linear layers keep
+    residual = 4 if autocast and not shape.rms_norm else compute
+    norms = 2 * (_norm(shape, residual, shape.hidden) + hidden)  # and their results, which the linear layers keep
     if shape.qk_norms:
         norms += _norm(shape, compute, shape.q_width + shape.kv_width, shape.heads + shape.kv_heads)
     attention = queries + 2 * (keys if flash else queries) + queries  # and its output
     attention += 4 * shape.heads if flash else scores(shape, compute, seq_len)
     if shape.gated:  # gate, up, activated gate, their product
         mlp = 4 * compute * shape.intermediate
+    elif shape.stepwise_gelu and autocast:
+        mlp = (3 * 4 + 2 * compute) * shape.intermediate
     elif shape.stepwise_gelu:  # four factors of the tanh formula, and the product
         mlp = 5 * compute * shape.intermediate
     else:
@@ -55,7 +60,7 @@ def _probabilities(shape: Shape, compute: int) -> int:
 def kept_layer(setup: Setup) -> float:
     """Bytes a token that one layer keeps on the average, under the checkpointing that was asked for."""
     shape, compute = setup.shape, setup.compute_bytes
-    whole = whole_layer(shape, compute, setup.flash, setup.seq_len)
+    whole = whole_layer(shape, compute, setup.flash, setup.seq_len, setup.autocast)
     inputs = float(compute * shape.hidden)
     if setup.checkpointing == "full":
         return inputs
@@ -103,7 +108,7 @@ def norm_backward(setup: Setup) -> float:
 def recomputed(setup: Setup) -> float:
     """Bytes that come up anew while one layer's backward pass runs: what was not kept, and the gradients."""
     shape, compute = setup.shape, setup.compute_bytes
-    whole = whole_layer(shape, compute, setup.flash, setup.seq_len)
+    whole = whole_layer(shape, compute, setup.flash, setup.seq_len, setup.autocast)
     inputs = compute * shape.hidden
     kept_here = {"none": whole, "alternate": inputs}.get(setup.checkpointing, kept_layer(setup))
     return setup.tokens * max(0.0, whole - kept_here) + working(setup, backward=True)

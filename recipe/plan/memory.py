@@ -236,6 +236,8 @@ def _gathered(setup: Setup, unit: Units, layers: int) -> dict[str, float]:
         gathered = parameters
     else:
         gathered = (unit.root if layers == 0 or _root_stays(setup) else 0) + layers * unit.layer
+    if setup.fsdp == 1 and setup.autocast:  # which keeps what it has cast of weights that are gathered in fp32
+        return {"gathered weights": float(4 * gathered), "cast weights": float(compute * parameters)}
     if setup.fsdp == 1:
         return {"gathered weights": float(compute * gathered)}
     # Parameters are copied out of flat buffers: one fetched ahead is still in its own, and the last one's stays until

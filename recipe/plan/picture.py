@@ -50,7 +50,7 @@ def _memory(axes: Axes, plan: Plan) -> None:
     axes.axvline(capacity, color="black", linestyle="--", linewidth=1)
     axes.annotate(f"{plan.setup.gpu.name}: {capacity:g} GiB", (capacity, len(moments) - 0.35), ha="right", fontsize=8)
     axes.set_xlabel("GiB of one GPU")
-    axes.set_ylim(-0.6, len(moments) - 0.1)
+    axes.set_ylim(-0.6, len(moments) + 0.2)
     axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.12))
 
 
@@ -63,7 +63,7 @@ def _throughput(axes: Axes, found: Sequence[Candidate]) -> None:
         label = names[master] + (f", {length:,} tokens" if several else "")
         axes.plot([one.setup.world_size for one in line], [one.tokens_per_second for one in line], "o-", label=label)
         if len(kinds) <= 2:  # more would lie on each other
-            _say_mfu(axes, line, below=number > 0)
+            _say_mfu(axes, line, below=number == 0)
     sizes = sorted({one.setup.world_size for one in found})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

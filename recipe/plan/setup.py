@@ -94,6 +94,7 @@ class Setup:
         reduce_each_micro_batch: False keeps whole gradients until the last micro-batch, as `no_sync` does.
         eval_batch: samples of a rank in one batch of an evaluation; 0: there is none.
         head_apart: FSDP2 gathers embedding and head apart (Accelerate); else in one unit (torchtitan).
+        autocast: 16 bits by casting each weight as it is used; gathered weights and the residual stream are in fp32.
         keeps_gradients: they stay between steps, as zeros (PyTorch before 2.0).
         triton: the first Triton flash attention (2022, MPT's), which is slower than FlashAttention-2.
         expandable: PyTorch's allocator has expandable segments, as launch/ sets it.
@@ -121,6 +122,7 @@ class Setup:
     reduce_each_micro_batch: bool = True
     eval_batch: int = 0
     head_apart: bool = True
+    autocast: bool = False
     keeps_gradients: bool = False
     triton: bool = False
     expandable: bool = True
