@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project is not i
 
 from benchmarks.published import CannotPlan, Row, figure, read, setup_of
 from recipe.errors import UserError
-from recipe.plan import memory, speed
+from recipe.plan import memory, sharded, speed
 from recipe.plan.setup import Setup
 
 FITTED = [Path(__file__).with_name(name) for name in ("published.csv", "published_more.csv")]
@@ -104,7 +104,7 @@ def _figure(row: Row) -> float:
     metric = row["metric"]
     if metric == "model_states_mem" and not row["seq_len"]:  # what lies there once the model is built
         row = row | {"seq_len": "1", "micro_batch": "1", "activation_checkpointing": "full", "compute_dtype": "bf16"}
-        return memory.resting(setup_of(row))["weights"] / _unit(row)
+        return sharded.resting(setup_of(row))["weights"] / _unit(row)
     setup = setup_of(row)
     match metric:
         case "peak_mem_reserved" | "peak_mem_unspecified":

@@ -12,8 +12,9 @@ from typing import Any
 
 from recipe.errors import UserError
 from recipe.plan.hardware import GPUS, Gpu, Network, gpu
+from recipe.plan.models import GPT2, MPT, known
 from recipe.plan.setup import OPTIMIZERS, STRATEGIES, Optimizer, Setup, Strategy
-from recipe.plan.shape import GPT2, MPT, Shape, known
+from recipe.plan.shape import Shape
 
 Row = dict[str, str]
 COLUMNS = (

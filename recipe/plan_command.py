@@ -18,7 +18,7 @@ from recipe import model as models
 from recipe.arguments import Arguments, ModelArguments, TrainArguments, parse_arguments, read_config
 from recipe.errors import UserError, raise_if
 from recipe.launch import environment
-from recipe.plan import shape as shapes
+from recipe.plan import models as shapes
 from recipe.plan.hardware import Gpu, gpu
 from recipe.plan.report import Plan, walk_lines
 from recipe.plan.search import Candidate, best_by_size

@@ -17,7 +17,7 @@ from recipe.arguments import Arguments, DataArguments, ModelArguments, TrainArgu
 from recipe.callbacks.forecast import Forecast
 from recipe.errors import UserError
 from recipe.plan import advice, host, memory, speed
-from recipe.plan import shape as shapes
+from recipe.plan import models as shapes
 from recipe.plan.hardware import GPUS, Gpu, Network, network, of_device
 from recipe.plan.report import Plan
 from recipe.plan.setup import OPTIMIZERS, STRATEGIES, Setup

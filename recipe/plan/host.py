@@ -6,7 +6,7 @@ in their own memory, and what comes and goes too.
 
 from dataclasses import dataclass, fields, replace
 
-from recipe.plan import fitted, memory, speed
+from recipe.plan import fitted, memory, sharded, speed
 from recipe.plan.setup import Optimizer, Setup
 
 
@@ -106,7 +106,7 @@ def rank(
             async_save=async_save,
         )
         if setup.fsdp == 1:  # its pieces are parts of a unit's memory, which DCP copies one by one as it writes them
-            unit = memory.units(setup)
+            unit = sharded.units(setup)
             goes += min(_tensor(setup), max(unit.layer, unit.root) / setup.shards) * setup.master_bytes
     # A tensor on its way to the disk, and the next.
     written = 2 * _tensor(setup) * export_bytes if first else 0.0
@@ -125,7 +125,7 @@ def resting(setup: Setup) -> float:
     """Bytes of a node's host memory for what rests there, where its ranks have GPUs: all model states, if offloaded;
     paged moments, if they find no room on the cards."""
     if setup.offload:
-        return setup.gpus_per_node * sum(memory.resting(_in_one_memory(setup)).values())
+        return setup.gpus_per_node * sum(sharded.resting(_in_one_memory(setup)).values())
     return speed.paged_out(setup) * setup.gpus_per_node if setup.optimizer.paged else 0.0
 
 
@@ -176,7 +176,7 @@ def _cpu_rank(setup: Setup, loading: float, stays: float, goes: float, exporting
         loading, exporting: bytes beside what rests.
         stays, goes: see `save_bytes`.
     """
-    states = memory.resting(setup)
+    states = sharded.resting(setup)
 
     def process(phase: str, held: float) -> float:
         return fitted.PROCESS_BYTES + held + min(held, fitted.HEAP_BYTES[phase][setup.fsdp])
@@ -201,7 +201,7 @@ def _loading(setup: Setup, first: bool, file_bytes: int) -> float:
     # is what stays.
     mapped = first and file_bytes == setup.master_bytes
     times = (not mapped) + (setup.shards > 1)
-    unit = memory.units(setup)
+    unit = sharded.units(setup)
     return max(times * unit.root, times * unit.layer - unit.root / setup.shards) * setup.master_bytes
 
 
@@ -212,6 +212,6 @@ def _exporting(setup: Setup, written: float) -> float:
     if setup.fsdp == 2:
         tensor = float(_tensor(setup) * setup.master_bytes)
         return tensor + max(tensor, written)
-    unit = memory.units(setup)
+    unit = sharded.units(setup)
     whole = float(max(unit.layer, unit.root) * setup.master_bytes)
     return whole + max(whole / setup.shards, written)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from recipe.plan import advice, memory
+from recipe.plan import advice, memory, sharded
 from recipe.plan.host import Host
 from recipe.plan.memory import Memory
 from recipe.plan.setup import OPTIMIZERS, Setup
@@ -216,7 +216,7 @@ PHASES = {
 def walk_lines(walked: dict[str, Any], setup: Setup) -> Iterator[str]:
     """A dry run (`recipe.plan.dry_run.DryRun`) held against the formula, in GiB."""
     setup = replace(setup, optimizer=OPTIMIZERS["adamw_torch_fused"])  # which is what it walks
-    resting = memory.resting(setup)
+    resting = sharded.resting(setup)
     ours = {"parameters": resting["weights"], "gradients": resting["gradients"], "optimizer": resting["moments"]}
     yield (
         f"\ndry run of {setup.world_size} ranks with fake tensors: {walked['units']} FSDP units, "

@@ -8,8 +8,8 @@ their bytes on the slowest link is NCCL's ring (nccl-tests, doc/PERFORMANCE.md).
 from dataclasses import dataclass
 
 from recipe.plan import activations, fitted, memory
-from recipe.plan.memory import units
 from recipe.plan.setup import Setup
+from recipe.plan.sharded import units
 
 
 @dataclass(frozen=True)

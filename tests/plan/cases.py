@@ -5,8 +5,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from recipe.plan.hardware import GPUS, NETWORKS, Network
+from recipe.plan.models import by_name
 from recipe.plan.setup import CHECKPOINTING, LOSSES, OPTIMIZERS, STRATEGIES, Setup
-from recipe.plan.shape import Shape, by_name
+from recipe.plan.shape import Shape
 
 
 def a_setup(**changes: Any) -> Setup:

@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from recipe.plan import activations
+from recipe.plan.models import from_config
 from recipe.plan.setup import CHECKPOINTING
-from recipe.plan.shape import Shape, from_config
+from recipe.plan.shape import Shape
 from tests.plan.cases import a_setup
 from tests.plan.measured import Alive
 

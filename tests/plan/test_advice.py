@@ -6,8 +6,8 @@ import pytest
 
 from recipe.plan import advice, memory, speed
 from recipe.plan.hardware import gpu, network
+from recipe.plan.models import by_name
 from recipe.plan.setup import STRATEGIES, Setup
-from recipe.plan.shape import by_name
 
 LLAMA_70B = Setup(by_name("llama-2-70b"), gpu("a100-80gb"), network("efa-400"), 2, 8, accumulation=2)
 

@@ -26,9 +26,9 @@ from recipe.export import describe, drain, write_export
 from recipe.loading import StreamingLoader, Weights
 from recipe.loss import attach_summed_loss
 from recipe.model import load_config, load_generation_config, load_tokenizer, meta_model
-from recipe.plan import fitted, host, memory
+from recipe.plan import fitted, host, sharded
+from recipe.plan.models import from_file
 from recipe.plan.setup import OPTIMIZERS, STRATEGIES, Setup
-from recipe.plan.shape import from_file
 from recipe.rendezvous import Rendezvous
 from recipe.sharding import gather, state, wrap
 from recipe.sharding.plugin import build_plugin
@@ -91,7 +91,7 @@ def _spread(strategy: str, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def sharded(folder: Path) -> tuple[Accelerator, nn.Module]:
+def wrapped(folder: Path) -> tuple[Accelerator, nn.Module]:
     accelerator = Accelerator(fsdp_plugin=build_plugin(torch.float32, torch.float32))
     model = meta_model(load_config(folder), None, torch.float32)
     weights = Weights(folder) if dist.get_rank() == 0 else None
@@ -118,7 +118,7 @@ def stored(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
 def resting(folders: list[Path]) -> list[dict[str, tuple[int, int]]]:
     found = []
     for folder in folders:
-        accelerator, model = sharded(folder)
+        accelerator, model = wrapped(folder)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         step(accelerator, model, optimizer)
         moments = [moment for of_one in optimizer.state.values() for key, moment in of_one.items() if key != "step"]
@@ -158,7 +158,7 @@ def test_what_rests_on_a_rank(spread: str, tmp_path: Path) -> None:
         tensors = [p.shape for p in meta_model(load_config(folder), None, torch.float32).parameters()]
         rows = sum(shape[1:].numel() for shape in tensors)
         allowed = rows if setup.fsdp == 2 else 4 * len(tensors) + RANKS * (setup.shape.layers + 1)
-        for what, foretold in memory.resting(setup).items():
+        for what, foretold in sharded.resting(setup).items():
             elements, sizes = zip(*(held[what] for held in of_ranks), strict=True)
             times = 2 if what == "moments" else 1
             assert sum(elements) == times * setup.shape.parameters * RANKS / setup.shards
@@ -191,7 +191,7 @@ def save(folder: Path, out: Path) -> dict[str, dict[str, int]]:
     it was made. Without the counts of steps."""
     found = {}
     for optim in OPTIMS:
-        accelerator, model = sharded(folder)
+        accelerator, model = wrapped(folder)
         optimizer = optimizer_of(model, optim)
         step(accelerator, model, optimizer)
         saver = Saver(out / optim, Rendezvous(), torch.device("cpu"), in_background=True)
@@ -315,7 +315,7 @@ def load(folder: Path, found: dict[str, int]) -> tuple[Accelerator, nn.Module]:
     Accelerator(fsdp_plugin=build_plugin(torch.float32, torch.float32))  # what it imports is not the load's
     found["process"] = resident("VmRSS")
     with peak("load", found):
-        return sharded(folder)
+        return wrapped(folder)
 
 
 def only_load(folder: Path) -> dict[str, int]:

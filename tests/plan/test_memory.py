@@ -10,9 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from recipe import loss
-from recipe.plan import fitted, memory
+from recipe.plan import fitted, memory, sharded
+from recipe.plan.models import by_name
 from recipe.plan.setup import OPTIMIZERS, STRATEGIES, Optimizer, Setup
-from recipe.plan.shape import Shape, by_name
+from recipe.plan.shape import Shape
 from tests.plan.cases import a_setup, setups
 from tests.plan.measured import peak_bytes
 
@@ -46,7 +47,7 @@ ZERO = FIGURE_1 + [(size, ranks, stage, row[stage - 1]) for size, ranks, *row in
 def test_model_states_are_those_of_the_zero_paper(billions, ranks, stage, printed):
     """To the last printed digit, which the paper rounds in most places and cuts off in six."""
     scale = 10 ** len(printed.partition(".")[2])
-    states = memory.model_states(billions, ranks, stage) * scale
+    states = sharded.model_states(billions, ranks, stage) * scale
     assert round(float(printed) * scale) in (floor(states), floor(states + 0.5))
 
 
@@ -60,27 +61,27 @@ STAGES = [("NO_SHARD", 0), ("DDP", 0), ("ZERO1", 1), ("SHARD_GRAD_OP", 3), ("FUL
 def test_what_rests_on_a_gpu_is_zeros_model_states(strategy, stage, nodes):
     fp32 = a_setup(strategy=STRATEGIES[strategy], num_nodes=nodes)
     parameters, ranks = fp32.shape.parameters, 8 * nodes
-    states = memory.model_states(parameters, ranks, stage, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8)
-    assert sum(memory.resting(fp32).values()) == pytest.approx(states)
+    states = sharded.model_states(parameters, ranks, stage, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8)
+    assert sum(sharded.resting(fp32).values()) == pytest.approx(states)
     paper = replace(fp32, master_bytes=2, optimizer=Optimizer(12.0))  # the fp32 weights are the optimizer's there
-    assert sum(memory.resting(paper).values()) == pytest.approx(memory.model_states(parameters, ranks, stage))
+    assert sum(sharded.resting(paper).values()) == pytest.approx(sharded.model_states(parameters, ranks, stage))
 
 
 def test_hybrid_sharding_rests_as_full_sharding_on_one_node():
-    hybrid = memory.resting(a_setup(strategy=STRATEGIES["HYBRID_SHARD"], num_nodes=16))
-    assert hybrid == memory.resting(a_setup(num_nodes=1))
+    hybrid = sharded.resting(a_setup(strategy=STRATEGIES["HYBRID_SHARD"], num_nodes=16))
+    assert hybrid == sharded.resting(a_setup(num_nodes=1))
 
 
 def test_what_is_offloaded_or_paged_does_not_rest_on_the_gpu():
-    assert sum(memory.resting(a_setup(offload=True)).values()) == 0
-    paged = memory.resting(a_setup(optimizer=OPTIMIZERS["paged_adamw_32bit"]))
-    assert paged == memory.resting(a_setup()) | {"moments": 0.0}
+    assert sum(sharded.resting(a_setup(offload=True)).values()) == 0
+    paged = sharded.resting(a_setup(optimizer=OPTIMIZERS["paged_adamw_32bit"]))
+    assert paged == sharded.resting(a_setup()) | {"moments": 0.0}
 
 
 def test_gradients_that_wait_for_the_last_micro_batch_are_whole():
-    waits = memory.resting(a_setup(accumulation=4, reduce_each_micro_batch=False))
+    waits = sharded.resting(a_setup(accumulation=4, reduce_each_micro_batch=False))
     assert waits["gradients"] == 2 * a_setup().shape.parameters
-    assert memory.resting(a_setup(reduce_each_micro_batch=False)) == memory.resting(a_setup())
+    assert sharded.resting(a_setup(reduce_each_micro_batch=False)) == sharded.resting(a_setup())
 
 
 def test_the_loss_is_planned_in_the_recipes_chunks():
@@ -109,7 +110,7 @@ def test_the_loss_takes_what_is_planned(tokens, dtype):
 
 def test_llama2_70b_on_two_nodes():
     """By hand: of its 68,976,648,192 parameters, 855,654,400 are in a layer and 524,296,192 outside of layers."""
-    assert memory.resting(a_setup()) == {
+    assert sharded.resting(a_setup()) == {
         "weights": 68_976_648_192 / 4,
         "gradients": 68_976_648_192 / 4,
         "moments": 68_976_648_192 / 2,
@@ -238,6 +239,6 @@ def test_outside_of_the_allocator():
 def test_a_tied_head_is_gathered_with_the_embedding():
     """FSDP2 has a unit of the head alone only where it is a parameter of its own."""
     tied, untied = by_name("llama-3.2-1b"), by_name("llama-3-8b")
-    assert memory.units(a_setup(shape=tied, fsdp=2)).root == tied.root
-    assert memory.units(a_setup(shape=untied, fsdp=2)).root == untied.head + untied.hidden
-    assert memory.units(a_setup(shape=untied, fsdp=1)).root == untied.root
+    assert sharded.units(a_setup(shape=tied, fsdp=2)).root == tied.root
+    assert sharded.units(a_setup(shape=untied, fsdp=2)).root == untied.head + untied.hidden
+    assert sharded.units(a_setup(shape=untied, fsdp=1)).root == untied.root

@@ -6,9 +6,9 @@ import pytest
 
 from recipe.plan import memory
 from recipe.plan.hardware import gpu, network
+from recipe.plan.models import by_name
 from recipe.plan.search import best_by_size, lines, search
 from recipe.plan.setup import Setup
-from recipe.plan.shape import by_name
 
 START = Setup(by_name("llama-2-7b"), gpu("a100-40gb"), network("efa-400"), 1, 8, seq_len=2048)
 

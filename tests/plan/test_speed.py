@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from recipe.plan import speed
 from recipe.plan.hardware import GPUS, Network
+from recipe.plan.models import by_name
 from recipe.plan.setup import STRATEGIES
-from recipe.plan.shape import by_name
 from tests.plan.cases import a_setup, setups
 
 SLACK = 1 + 1e-9  # of sums in another order

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from recipe.errors import UserError
-from recipe.plan.shape import Shape, by_name, from_config, from_file, from_text, known
+from recipe.plan.models import by_name, from_config, from_file, from_text, known
+from recipe.plan.shape import Shape
 
 LLAMA2_7B = {  # of its config.json
     "model_type": "llama",
