@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.errors import UserError
+from recipe.plan.adapters import Adapter
 from recipe.plan.hardware import GPUS, Gpu, Network, gpu
 from recipe.plan.models import GPT2, MPT, known
 from recipe.plan.setup import OPTIMIZERS, STRATEGIES, Optimizer, Setup, Strategy
@@ -241,6 +242,15 @@ def optimizer_of(row: Row, code: Software) -> Optimizer:
     return Optimizer(8.0 if "fp32 states" in text else None, code.temporaries)
 
 
+def adapter_of(row: Row) -> Adapter | None:
+    """LoRA on all linear layers, of rank 8 where it is not stated, in 16 bits as the codes at hand have it."""
+    text = f"{row['strategy']} {row['optimizer']} {row['param_dtype']}".lower()
+    if "lora" not in text:
+        return None
+    rank = re.search(r"\br(\d+)\b", text)
+    return Adapter(int(rank[1]) if rank else 8, four_bit="nf4" in text or "qlora" in text, weight_bytes=2)
+
+
 def _refuse(row: Row) -> None:
     """
     Raises:
@@ -250,9 +260,8 @@ def _refuse(row: Row) -> None:
     everything = f"{strategy} {row['model']} {row['param_dtype']}".lower()
     eager = re.search(r"\b(no|not|without) (torch\.)?compile|compile no|eager", notes)
     reasons = (
-        ("lora" in everything, "adapters are not planned yet"),
-        ("nf4" in everything, "4-bit weights are not planned yet"),
         ("compile" in everything or "compile" in notes and not eager, "torch.compile is not modelled"),
+        ("nf4" in everything and "lora" not in everything, "4-bit weights without adapters are not planned"),
         ("fp8" in everything or "float8" in everything, "fp8 is not modelled"),
         (
             re.search(r"\b(tp|cp|pp|sp|mp|ep)-?\d|tensor|pipeline|context parallel", strategy),
@@ -304,6 +313,7 @@ def setup_of(row: Row) -> Setup:
         micro_batch=number(row, "micro_batch"),
         accumulation=number(row, "grad_accum", 1),
         checkpointing=checkpointing_of(row),
+        adapter=adapter_of(row),
         flash=row["flash_attention"].strip().lower() != "no",
         loss=code.loss,
         offload="param" in row["cpu_offload"].lower(),

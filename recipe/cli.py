@@ -119,8 +119,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = (
         "recipe plan --gpu GPU [--config CONFIG | --model MODEL] [--accelerate FILE] [--interconnect NET] [--nodes N] "
-        "[--gpus_per_node N] [--tokens N] [--no_sync] [--search [--lengths N ...] [--host_memory GB]] [--dry-run] "
-        "[--picture FILE] [--json] [--key value ...]"
+        "[--gpus_per_node N] [--tokens N] [--no_sync] [--lora RANK [--four_bit]] "
+        "[--search [--lengths N ...] [--host_memory GB]] [--dry-run] [--picture FILE] [--json] [--key value ...]"
     )
     parser.description = (
         "Predicts memory, host memory, disk, traffic, time and cost of a run, without a GPU, weights or a network."
@@ -143,6 +143,13 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no_sync", action="store_true", help="gradients accumulate whole, as other trainers do it (this one does not)"
     )
+    parser.add_argument(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="adapters on every linear layer, all else frozen (not trained here yet)",
+    )
+    parser.add_argument("--four_bit", action="store_true", help="with --lora: the frozen linear layers in NF4 (QLoRA)")
     parser.add_argument("--search", action="store_true", help="the fastest plans that fit, and the fewest GPUs")
     parser.add_argument(
         "--lengths", type=_count, nargs="+", default=[], metavar="N", help="values of max_length that --search tries"

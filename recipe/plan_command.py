@@ -19,6 +19,7 @@ from recipe.arguments import Arguments, ModelArguments, TrainArguments, parse_ar
 from recipe.errors import UserError, raise_if
 from recipe.launch import environment
 from recipe.plan import models as shapes
+from recipe.plan.adapters import Adapter
 from recipe.plan.hardware import Gpu, gpu
 from recipe.plan.report import Plan, walk_lines
 from recipe.plan.search import Candidate, best_by_size
@@ -60,6 +61,8 @@ class Asked:
     picture: Path | None = None
     host_memory: float | None = None
     no_sync: bool = False
+    lora: int | None = None
+    four_bit: bool = False
 
 
 def make_plan(asked: Asked, keys: list[str]) -> tuple[Plan, Arguments]:
@@ -92,7 +95,8 @@ def make_plan(asked: Asked, keys: list[str]) -> tuple[Plan, Arguments]:
     raise_if(dict.fromkeys(problems))
     assert shape is not None and card is not None and wires is not None and sizes is not None
     setup = setup_of(model, train, shape, card, wires, *sizes)
-    setup = replace(setup, reduce_each_micro_batch=not asked.no_sync)
+    adapter = None if asked.lora is None else Adapter(asked.lora, four_bit=asked.four_bit)
+    setup = replace(setup, reduce_each_micro_batch=not asked.no_sync, adapter=adapter)
     return plan_of(arguments, setup, asked.tokens), arguments
 
 
@@ -100,7 +104,11 @@ def numbers(asked: Asked) -> list[str]:
     problems = []
     if asked.tokens is not None and not 1 <= asked.tokens < math.inf:
         problems.append(f"--tokens is {asked.tokens:g}; give 1 or more")
-    for key in ("nodes", "gpus_per_node"):
+    if asked.four_bit and asked.lora is None:
+        problems.append("--four_bit is of a frozen model; add --lora RANK")
+    if asked.lora is not None and asked.dry_run:
+        problems.append("--dry-run walks this recipe's training, which has no adapters yet; leave --lora out")
+    for key in ("nodes", "gpus_per_node", "lora"):
         value = getattr(asked, key)
         if value is not None and value < 1:
             problems.append(f"--{key} is {value}; give 1 or more")

@@ -200,3 +200,16 @@ def test_a_dry_run_agrees_with_the_formula(tmp_path: Path) -> None:
 
 
 FLASH = ["--attn_implementation", "flash_attention_2"]
+
+
+def test_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    """QLoRA of the 70B on two cards of 24 GB, which people do; without the weights in 4 bits it does not fit."""
+    args = ["--model", "llama-2-70b", "--gpu", "rtx-4090", "--gpus_per_node", "2", "--param_dtype", "bfloat16"]
+    args += ["--max_length", "512", "--lora", "8"]
+    assert plan(capsys, *args)["verdict"] == "does not fit"
+    found = plan(capsys, *args, "--four_bit")
+    assert found["memory"]["needed_bytes"] < 24.5e9
+    moments = found["memory"]["moments"]["optimizer step"]
+    assert moments["gradients"] < moments["weights"] / 50, "what is frozen has none"
+    assert found["host"]["checkpoint"] == 12 * 103_546_880, "the adapter and its moments"
+    assert "add --lora RANK" in refused(capsys, "--model", "llama-2-7b", "--gpu", "h100", "--four_bit")

@@ -57,10 +57,17 @@ def _probabilities(shape: Shape, compute: int) -> int:
     return compute if shape.dropout or compute != 4 else 0
 
 
+def _whole(setup: Setup) -> float:
+    """`whole_layer` of the setup, its adapters included."""
+    adapters = 0.0 if setup.adapter is None else setup.adapter.kept(setup.shape, setup.compute_bytes)
+    layer = whole_layer(setup.shape, setup.compute_bytes, setup.flash, setup.seq_len, setup.autocast)
+    return layer + adapters
+
+
 def kept_layer(setup: Setup) -> float:
     """Bytes a token that one layer keeps on the average, under the checkpointing that was asked for."""
     shape, compute = setup.shape, setup.compute_bytes
-    whole = whole_layer(shape, compute, setup.flash, setup.seq_len, setup.autocast)
+    whole = _whole(setup)
     inputs = float(compute * shape.hidden)
     if setup.checkpointing == "full":
         return inputs
@@ -95,7 +102,9 @@ def working(setup: Setup, backward: bool = False) -> float:
     mlp = compute * (factors * shape.intermediate + 2 * shape.hidden)
     # Without flash: the scores' gradient before and after softmax, in fp32, when the probabilities are free.
     a_score = 0 if setup.flash else 2 * 4 - _probabilities(shape, compute)
-    return setup.tokens * max(mlp, a_score * shape.heads * setup.seq_len)
+    # A 4-bit matrix is made whole for its product.
+    matrix = compute * shape.hidden * shape.intermediate if setup.adapter and setup.adapter.four_bit else 0
+    return setup.tokens * max(mlp, a_score * shape.heads * setup.seq_len) + matrix
 
 
 def norm_backward(setup: Setup) -> float:
@@ -108,7 +117,7 @@ def norm_backward(setup: Setup) -> float:
 def recomputed(setup: Setup) -> float:
     """Bytes that come up anew while one layer's backward pass runs: what was not kept, and the gradients."""
     shape, compute = setup.shape, setup.compute_bytes
-    whole = whole_layer(shape, compute, setup.flash, setup.seq_len, setup.autocast)
+    whole = _whole(setup)
     inputs = compute * shape.hidden
     kept_here = {"none": whole, "alternate": inputs}.get(setup.checkpointing, kept_layer(setup))
     return setup.tokens * max(0.0, whole - kept_here) + working(setup, backward=True)

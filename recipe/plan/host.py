@@ -59,7 +59,7 @@ def estimate(
         export_bytes: of an exported weight; 0: nothing is exported.
         on_cpu: the ranks are CPU ranks.
     """
-    parameters = setup.shape.parameters
+    trained = setup.trained
     first, other = (
         rank(
             setup,
@@ -73,8 +73,8 @@ def estimate(
     )
     phases = (phase.name for phase in fields(Rank))
     of_node = {name: getattr(first, name) + (setup.gpus_per_node - 1) * getattr(other, name) for name in phases}
-    checkpoint = parameters * saved_bytes(setup.master_bytes, setup.optimizer)
-    exported = float(parameters * export_bytes)
+    checkpoint = trained * saved_bytes(setup.trained_bytes, setup.optimizer)
+    exported = float(trained * export_bytes)
     return Host(**of_node, checkpoint=checkpoint, exported=exported, disk=checkpoints * checkpoint + exported)
 
 
@@ -98,10 +98,10 @@ def rank(
     stays, goes = 0.0, 0.0
     if saves:
         stays, goes = save_bytes(
-            setup.shape.parameters,
+            setup.trained,
             shards=setup.shards,
             world_size=setup.world_size,
-            master_bytes=setup.master_bytes,
+            master_bytes=setup.trained_bytes,
             optimizer=setup.optimizer,
             async_save=async_save,
         )

@@ -133,7 +133,7 @@ def estimate(setup: Setup, step: int = 2) -> Memory:
     fsdp1 = setup.fsdp == 1
     reduced_beside = whole if fsdp1 else ahead | {"layer at work": activations.norm_backward(setup)}
     unreduced, reducing = sharded.unreduced(setup, unit), sharded.reducing(setup, unit)
-    stepped = 0.0 if setup.offload else setup.shape.parameters / setup.shards * setup.master_bytes
+    stepped = 0.0 if setup.offload else setup.trained / setup.shards * setup.trained_bytes
     temporaries = {"optimizer's temporaries": setup.optimizer.temporaries * stepped}
     gather, reduce = sharded.waiting(setup, unit)
     moments = [
@@ -183,4 +183,5 @@ def _loss(setup: Setup) -> float:
         return LOSSES[setup.loss] * setup.tokens * shape.vocab
     chunk = min(setup.tokens, LOSS_CHUNK_TOKENS)
     # Logits in fp32 and the temporary of their logsumexp; the head's gradient; hidden states and theirs.
-    return 8.0 * chunk * shape.vocab + compute * (shape.embedding + 2 * setup.tokens * shape.hidden)
+    head = shape.embedding if setup.adapter is None else 0
+    return 8.0 * chunk * shape.vocab + compute * (head + 2 * setup.tokens * shape.hidden)

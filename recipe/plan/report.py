@@ -168,6 +168,8 @@ def _heading(plan: Plan) -> Iterator[str]:
         f"{setup.micro_batch} x {setup.accumulation} accumulated x {setup.world_size} ranks; weights in "
         f"{names[setup.master_bytes]}, compute in {names[setup.compute_bytes]}, {plan.optimizer}, "
         f"{'no ' if setup.checkpointing == 'none' else ''}activation checkpointing"
+        + ("" if setup.adapter is None else f", LoRA of rank {setup.adapter.rank}")
+        + (" on NF4" if setup.adapter and setup.adapter.four_bit else "")
         + (", offloaded to host memory" if setup.offload else "")
     )
 

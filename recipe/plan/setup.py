@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from recipe.errors import UserError
+from recipe.plan.adapters import Adapter
 from recipe.plan.hardware import Gpu, Network
 from recipe.plan.shape import Shape
 
@@ -92,6 +93,7 @@ class Setup:
         offload: parameters, gradients and moments rest in host memory, and the optimizer steps there.
         wrap_parameters: units of about so many parameters (FSDP1's size-based wrap); 0: a unit a layer.
         reduce_each_micro_batch: False keeps whole gradients until the last micro-batch, as `no_sync` does.
+        adapter: what is trained where all else is frozen; None: all of the model.
         eval_batch: samples of a rank in one batch of an evaluation; 0: there is none.
         head_apart: FSDP2 gathers embedding and head apart (Accelerate); else in one unit (torchtitan).
         autocast: 16 bits by casting each weight as it is used; gathered weights and the residual stream are in fp32.
@@ -120,6 +122,7 @@ class Setup:
     offload: bool = False
     wrap_parameters: int = 0
     reduce_each_micro_batch: bool = True
+    adapter: Adapter | None = None
     eval_batch: int = 0
     head_apart: bool = True
     autocast: bool = False
@@ -160,7 +163,25 @@ class Setup:
     @property
     def moment_bytes(self) -> float:
         """Of the two moments of a parameter."""
-        return 2.0 * self.master_bytes if self.optimizer.moments is None else self.optimizer.moments
+        return 2.0 * self.trained_bytes if self.optimizer.moments is None else self.optimizer.moments
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have gradients and moments."""
+        return self.shape.parameters if self.adapter is None else self.adapter.parameters(self.shape)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of a trained weight, and of its gradient at rest."""
+        return self.master_bytes if self.adapter is None else self.adapter.weight_bytes
+
+    @property
+    def layer_bytes(self) -> float:
+        """Of a layer's weights as they are gathered."""
+        if self.adapter is None:
+            return float(self.shape.layer * self.compute_bytes)
+        trained = self.adapter.layer(self.shape) * self.compute_bytes
+        return self.adapter.frozen_layer(self.shape, self.compute_bytes) + trained
 
     @property
     def tokens(self) -> int:

@@ -49,45 +49,54 @@ def units(setup: Setup) -> Units:
 
 def resting(setup: Setup) -> dict[str, float]:
     """Bytes of a GPU's weights, gradients and moments between passes. What is offloaded or paged is not there."""
-    parameters, strategy, shards = setup.shape.parameters, setup.strategy, setup.shards
-    gradients = parameters * setup.master_bytes / (shards if strategy.gradients else 1)
+    strategy, shards, trained = setup.strategy, setup.shards, setup.trained
+    gradients = trained * setup.trained_bytes / (shards if strategy.gradients else 1)
     if strategy.gradients and setup.accumulation > 1 and not setup.reduce_each_micro_batch:
-        gradients = float(parameters * setup.compute_bytes)
-    moments = parameters * setup.moment_bytes / setup.moment_shares
-    if setup.optimizer == OPTIMIZERS["adamw_8bit"]:  # bitsandbytes keeps those of embeddings in fp32
+        gradients = float(trained * setup.compute_bytes)
+    moments = trained * setup.moment_bytes / setup.moment_shares
+    if setup.optimizer == OPTIMIZERS["adamw_8bit"] and setup.adapter is None:  # those of embeddings stay in fp32
         embedding = setup.shape.embedding / setup.moment_shares
         if setup.fsdp == 1 and strategy.parameters:  # rank 0's share of the root begins with it
             embedding = min(setup.shape.embedding, units(setup).root / shards)
         moments += (8 - setup.moment_bytes) * embedding
     return {
-        "weights": 0.0 if setup.offload else parameters * setup.master_bytes / shards,
+        "weights": _resting_weights(setup),
         "gradients": 0.0 if setup.offload else gradients,
         "moments": 0.0 if setup.offload or setup.optimizer.paged else moments,
     }
 
 
+def _resting_weights(setup: Setup) -> float:
+    shape, adapter = setup.shape, setup.adapter
+    if adapter is None:
+        return 0.0 if setup.offload else shape.parameters * setup.master_bytes / setup.shards
+    frozen = shape.layers * adapter.frozen_layer(shape, setup.master_bytes) + shape.root * setup.master_bytes
+    sharded = (frozen + setup.trained * adapter.weight_bytes) / setup.shards
+    return (0.0 if setup.offload else sharded) + adapter.scales(shape)
+
+
 def gathered(setup: Setup, unit: Units, layers: int) -> dict[str, float]:
     """Weights in the compute dtype, beside the resting ones: the root's, which stay, and `layers` units: the one at
     work, and in the backward pass the one that is fetched ahead."""
-    compute, parameters = setup.compute_bytes, setup.shape.parameters
+    compute, shape = setup.compute_bytes, setup.shape
+    layer, root = setup.layer_bytes * unit.layer / shape.layer, float(unit.root * compute)
+    everything = shape.layers * setup.layer_bytes + shape.root * compute
     if not setup.strategy.parameters:
         # Autocast keeps what it has cast; FSDP1 casts a unit at a time.
-        cast = parameters if setup.strategy.name != "NO_SHARD" else unit.root + layers * unit.layer
-        return {"cast weights": float(cast * compute)} if compute != setup.master_bytes else {}
-    if setup.strategy.stays_whole:
-        gathered = parameters
-    else:
-        gathered = (unit.root if layers == 0 or root_stays(setup) else 0) + layers * unit.layer
+        cast = everything if setup.strategy.name != "NO_SHARD" else root + layers * layer
+        return {"cast weights": cast} if compute != setup.master_bytes else {}
+    whole = everything
+    if not setup.strategy.stays_whole:
+        whole = (root if layers == 0 or root_stays(setup) else 0) + layers * layer
     if setup.fsdp == 1 and setup.autocast:  # which keeps what it has cast of weights that are gathered in fp32
-        return {"gathered weights": float(4 * gathered), "cast weights": float(compute * parameters)}
+        return {"gathered weights": whole * 4 / compute, "cast weights": everything}
     if setup.fsdp == 1:
-        return {"gathered weights": float(compute * gathered)}
+        return {"gathered weights": whole}
     # Parameters are copied out of flat buffers: one fetched ahead is still in its own, and the last one's stays until
     # the next is copied.
     if layers == 2 and not setup.strategy.stays_whole:
-        gathered -= unit.layer
-    buffers = {0: unit.root, 1: 2 * unit.layer, 2: unit.layer}[layers]
-    return {"gathered weights": float(compute * gathered), "gathering": float(compute * buffers)}
+        whole -= layer
+    return {"gathered weights": whole, "gathering": {0: root, 1: 2 * layer, 2: layer}[layers]}
 
 
 def root_stays(setup: Setup) -> bool:
@@ -96,8 +105,8 @@ def root_stays(setup: Setup) -> bool:
 
 
 def unreduced(setup: Setup, unit: Units) -> dict[str, float]:
-    """Whole gradients: a layer's, and the head's, which waits for the rest of its unit."""
-    if not setup.strategy.parameters:
+    """Whole gradients: a layer's, and the head's, which waits for the rest of its unit. Those of adapters are small."""
+    if not setup.strategy.parameters or setup.adapter is not None:
         return {}
     head = setup.shape.embedding if root_stays(setup) else 0
     return {"whole gradients": float(setup.compute_bytes * (head + unit.layer))}
@@ -105,7 +114,7 @@ def unreduced(setup: Setup, unit: Units) -> dict[str, float]:
 
 def reducing(setup: Setup, unit: Units) -> dict[str, float]:
     """A unit's gradients in the reduce dtype, and this rank's share of the sum."""
-    if not setup.strategy.parameters:
+    if not setup.strategy.parameters or setup.adapter is not None:
         return {}
     # In the first micro-batch the share is the gradient itself.
     share = 1 / setup.shards if setup.accumulation > 1 else 0
@@ -114,7 +123,7 @@ def reducing(setup: Setup, unit: Units) -> dict[str, float]:
 
 def gradients_of_all_but_the_first(setup: Setup, unit: Units, gradients: float) -> float:
     """Near the end of the backward pass: those of the first layer and of the root come last."""
-    if setup.accumulation > 1 or not setup.strategy.parameters or setup.offload:
+    if setup.accumulation > 1 or not setup.strategy.parameters or setup.offload or setup.adapter is not None:
         return gradients
     missing = unit.layer + (setup.shape.root if root_stays(setup) else setup.shape.embedding)
     return max(0.0, gradients * (1 - missing / setup.shape.parameters))
@@ -124,7 +133,7 @@ def root_reduced(setup: Setup) -> dict[str, float]:
     """When the gradients of FSDP's root are reduced, the last of all: FSDP1 has its weights, and its gradients twice,
     as autograd made them and laid out flat. Of models with a large vocabulary and small layers it can be the peak."""
     shape, compute = setup.shape, setup.compute_bytes
-    if not setup.strategy.parameters:
+    if not setup.strategy.parameters or setup.adapter is not None:
         return {}
     if not root_stays(setup):
         return {
@@ -142,6 +151,8 @@ def waiting(setup: Setup, unit: Units) -> tuple[float, float]:
     if not setup.strategy.parameters or setup.fsdp == 2:
         return 0.0, 0.0
     a_unit = float(unit.layer * setup.compute_bytes)
+    if setup.adapter is not None:
+        return setup.layer_bytes, 0.0
     return a_unit, fitted.FSDP1_WAITING_UNITS * (a_unit + unit.layer * setup.reduce_bytes)
 
 
@@ -157,6 +168,6 @@ def loading(setup: Setup, unit: Units) -> dict[str, float]:
 
 
 def exported(setup: Setup, unit: Units) -> dict[str, float]:
-    if not setup.strategy.parameters:
+    if not setup.strategy.parameters or setup.adapter is not None:
         return {}
     return {"whole unit": float(max(unit.layer, unit.root) * setup.master_bytes)}

@@ -8,6 +8,7 @@ their bytes on the slowest link is NCCL's ring (nccl-tests, doc/PERFORMANCE.md).
 from dataclasses import dataclass
 
 from recipe.plan import activations, fitted, memory
+from recipe.plan.adapters import linears
 from recipe.plan.setup import Setup
 from recipe.plan.sharded import units
 
@@ -91,6 +92,8 @@ def estimate(setup: Setup) -> Speed:
 
 def _traffic(setup: Setup) -> Traffic:
     shape, unit, strategy = setup.shape, units(setup), setup.strategy
+    if setup.adapter is not None:
+        return _traffic_of_adapters(setup)
     copies = _averaged(setup, shape.layer), _averaged(setup, shape.root)
     if not strategy.parameters:
         return Traffic(0.0, 0.0, *copies)
@@ -98,6 +101,21 @@ def _traffic(setup: Setup) -> Traffic:
     gather, reduce = _gather(setup, unit.layer) * units_a_layer, _reduce(setup, unit.layer) * units_a_layer
     root = _gather(setup, shape.root) + _reduce(setup, shape.root)
     return Traffic(gather, 0.0 if strategy.stays_whole else gather, reduce + copies[0], root + copies[1])
+
+
+def _traffic_of_adapters(setup: Setup) -> Traffic:
+    """The frozen weights are gathered as they are stored. Gradients are small: each adapter, which PEFT's policy makes
+    a unit of its own under FSDP1, costs the latency of a collective."""
+    adapter, strategy = setup.adapter, setup.strategy
+    assert adapter is not None
+    reduced = _averaged(setup, adapter.layer(setup.shape))
+    if not strategy.parameters:
+        return Traffic(0.0, 0.0, reduced, 0.0)
+    collectives = fitted.LATENCY * (2 * linears(setup.shape) if setup.fsdp == 1 else 1)
+    frozen = adapter.frozen_layer(setup.shape, setup.compute_bytes)
+    gather = collective(setup, frozen) + collectives + _carried(setup, frozen / setup.master_bytes)
+    root = _gather(setup, setup.shape.root)
+    return Traffic(gather, 0.0 if strategy.stays_whole else gather, reduced + collectives, root)
 
 
 @dataclass(frozen=True)
@@ -150,17 +168,31 @@ def _pointwise(setup: Setup) -> float:
 def _forward(setup: Setup) -> Pass:
     shape, tokens = setup.shape, setup.tokens
     layer = _matmul(setup, 2 * tokens * shape.layer_matmul) + _attention(setup) + _pointwise(setup)
+    layer += _of_adapters(setup)
     head = _matmul(setup, 2 * tokens * shape.embedding) + _moved(setup, fitted.LOSS_TRAFFIC / 2 * tokens * shape.vocab)
     return Pass(layer, head)
 
 
 def _backward(setup: Setup) -> Pass:
-    """Twice the products; attention's backward has five products for the two of the forward pass (FlashAttention-2,
-    arXiv 2307.08691, section 3)."""
+    """Twice the products, or once where the weights are frozen; attention's backward has five products for the two of
+    the forward pass (FlashAttention-2, arXiv 2307.08691, section 3)."""
     shape, tokens = setup.shape, setup.tokens
-    layer = 2 * _matmul(setup, 2 * tokens * shape.layer_matmul) + 2.5 * _attention(setup) + 2 * _pointwise(setup)
-    head = 2 * _matmul(setup, 2 * tokens * shape.embedding)
+    times = 2 if setup.adapter is None else 1
+    layer = times * _matmul(setup, 2 * tokens * shape.layer_matmul) + 2.5 * _attention(setup) + 2 * _pointwise(setup)
+    layer += 2 * _of_adapters(setup)
+    head = times * _matmul(setup, 2 * tokens * shape.embedding)
     return Pass(layer, head + _moved(setup, fitted.LOSS_TRAFFIC / 2 * tokens * shape.vocab))
+
+
+def _of_adapters(setup: Setup) -> float:
+    """Seconds of one layer's adapters in a forward pass, and of making its 4-bit weights whole."""
+    adapter, shape = setup.adapter, setup.shape
+    if adapter is None:
+        return 0.0
+    products = _matmul(setup, 2 * setup.tokens * adapter.layer(shape))
+    copies = _moved(setup, 2 * setup.tokens * adapter.kept(shape, setup.compute_bytes))
+    whole = _moved(setup, (0.5 + 2 * setup.compute_bytes) * shape.layer_matmul) if adapter.four_bit else 0.0
+    return products + copies + whole
 
 
 def _recomputed(setup: Setup) -> float:
@@ -224,13 +256,14 @@ def _averaged(setup: Setup, parameters: int) -> float:
 
 def wire(setup: Setup) -> dict[str, float]:
     """Bytes of a step that one node receives from other nodes, and that one GPU receives inside of its node."""
-    parameters, strategy, shards = setup.shape.parameters, setup.strategy, setup.shards
+    shape, strategy, shards = setup.shape, setup.strategy, setup.shards
     nodes = 1 if strategy.within_node else setup.num_nodes
     moved = 0.0
     if strategy.parameters and shards > 1:
-        moved = parameters * (setup.compute_bytes * (1 if strategy.stays_whole else 2) + setup.reduce_bytes)
+        whole = shape.layers * setup.layer_bytes + shape.root * setup.compute_bytes
+        moved = whole * (1 if strategy.stays_whole else 2) + setup.trained * setup.reduce_bytes
     copies = setup.world_size // shards
-    averaged = 2 * parameters * setup.reduce_bytes / shards * (copies - 1) / copies
+    averaged = 2 * setup.trained * setup.reduce_bytes / shards * (copies - 1) / copies
     inside = moved * (shards - 1) / shards + (averaged if setup.num_nodes == 1 else 0)
     between = moved * (shards - 1) / shards if nodes > 1 else 0.0
     if setup.num_nodes > 1:
@@ -241,8 +274,8 @@ def wire(setup: Setup) -> dict[str, float]:
 def _optimizer(setup: Setup) -> float:
     """Clipping reads the gradients twice; the step reads weight, gradient and moments, and writes all but the
     gradient."""
-    stepped = setup.shape.parameters / setup.moment_shares
-    size = 2 * setup.master_bytes + setup.optimizer.passes * (3 * setup.master_bytes + 2 * setup.moment_bytes)
+    stepped = setup.trained / setup.moment_shares
+    size = 2 * setup.trained_bytes + setup.optimizer.passes * (3 * setup.trained_bytes + 2 * setup.moment_bytes)
     if setup.offload:
         return stepped * size / fitted.HOST_BANDWIDTH
     paged = paged_out(setup) * 2 / fitted.PCIE_BANDWIDTH if setup.optimizer.paged else 0.0
@@ -251,5 +284,5 @@ def _optimizer(setup: Setup) -> float:
 
 def paged_out(setup: Setup) -> float:
     """Bytes of paged moments that find no room on the card, and come and go in every step."""
-    moments = setup.shape.parameters / setup.shards * setup.moment_bytes
+    moments = setup.trained / setup.shards * setup.moment_bytes
     return min(moments, max(0.0, moments + memory.needed(setup) - setup.gpu.memory))
