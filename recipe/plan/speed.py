@@ -21,7 +21,7 @@ class Speed:
         compute, communication, optimizer: seconds of a step if each ran alone.
         waited: seconds in which compute waits for communication. Beside it, communication slows compute down.
         launch_bound: the host does not launch kernels fast enough.
-        mfu: model FLOPs utilization, of the 16-bit peak.
+        mfu: model FLOPs utilization, of the 16-bit peak. Frozen weights have no gradients: 4 N of their 6 N count.
         wire: bytes of a step that one GPU receives within its node, and that one node receives from others.
     """
 
@@ -74,7 +74,8 @@ def estimate(setup: Setup) -> Speed:
     waited = (layers - 1) * (ahead.waiting + back.waiting) + edges
     step = setup.accumulation * (max(computed, launched) + waited) + (optimizer := _optimizer(setup))
     rate = setup.tokens * setup.accumulation / step
-    flops = rate * setup.shape.model_flops(setup.seq_len)
+    frozen = 0 if setup.adapter is None else 2 * setup.shape.multiplying
+    flops = rate * (setup.shape.model_flops(setup.seq_len) - frozen)
     return Speed(
         step=step,
         compute=setup.accumulation * (layers * layer + once),
