@@ -112,7 +112,7 @@ def _traffic_of_adapters(setup: Setup) -> Traffic:
     reduced = _averaged(setup, adapter.layer(setup.shape))
     if not strategy.parameters:
         return Traffic(0.0, 0.0, reduced, 0.0)
-    collectives = fitted.LATENCY * (2 * linears(setup.shape) if setup.fsdp == 1 else 1)
+    collectives = 0.0 if setup.shards == 1 else fitted.LATENCY * (2 * linears(setup.shape) if setup.fsdp == 1 else 1)
     frozen = adapter.frozen_layer(setup.shape, setup.compute_bytes)
     gather = collective(setup, frozen) + collectives + _carried(setup, frozen / setup.master_bytes)
     root = _gather(setup, setup.shape.root)

@@ -4,6 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from recipe.plan.adapters import Adapter
 from recipe.plan.hardware import GPUS, NETWORKS, Network
 from recipe.plan.models import by_name
 from recipe.plan.setup import CHECKPOINTING, LOSSES, OPTIMIZERS, STRATEGIES, Setup
@@ -43,6 +44,9 @@ def shapes(draw: st.DrawFn, mostly_layers: bool = False) -> Shape:
     )
 
 
+adapters = st.builds(Adapter, st.integers(1, 256), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([2, 4]))
+
+
 @st.composite
 def setups(draw: st.DrawFn, mostly_layers: bool = False, **fixed: Any) -> Setup:
     """`fixed`: fields of the setup that are not drawn."""
@@ -64,6 +68,7 @@ def setups(draw: st.DrawFn, mostly_layers: bool = False, **fixed: Any) -> Setup:
         "accumulation": draw(st.integers(1, 8)),
         "checkpointing": draw(st.sampled_from(CHECKPOINTING)),
         "loss": draw(st.sampled_from([*LOSSES, "fused"])),
+        "adapter": draw(st.none() | adapters),
     }
     for flag in ("flash", "offload", "expandable", "head_apart", "reduce_each_micro_batch", "keeps_gradients"):
         values[flag] = draw(st.booleans())

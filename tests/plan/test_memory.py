@@ -14,7 +14,7 @@ from recipe.plan import fitted, memory, sharded
 from recipe.plan.models import by_name
 from recipe.plan.setup import OPTIMIZERS, STRATEGIES, Optimizer, Setup
 from recipe.plan.shape import Shape
-from tests.plan.cases import a_setup, setups
+from tests.plan.cases import a_setup, adapters, setups
 from tests.plan.measured import peak_bytes
 
 # GB (1e9 bytes) of a rank's model states, as arXiv 1910.02054 prints them for mixed-precision Adam (K = 12): billions
@@ -215,6 +215,13 @@ def test_offload_never_needs_more(setup):
 def test_the_first_step_never_needs_more_than_the_second(setup):
     first, second = memory.estimate(setup, step=1), memory.estimate(setup, step=2)
     assert first.allocated <= second.allocated * SLACK and first.reserved <= second.reserved * SLACK
+
+
+@properties
+@given(setups(), adapters, st.integers(1, 64))
+def test_wider_adapters_never_need_less(setup, adapter, more):
+    wider = replace(adapter, rank=adapter.rank + more)
+    assert_no_more(replace(setup, adapter=adapter), replace(setup, adapter=wider))
 
 
 @properties

@@ -55,12 +55,14 @@ def test_mfu_is_a_share(setup, seq_len):
 @properties
 @given(setups())
 def test_recomputation_costs_at_most_the_forward_pass_again(setup):
-    """Which is a third of the two that a step has without it, and a little where attention's backward is longer."""
+    """Which is a third of what a step has without it, and a little where attention's backward is longer; a half where
+    frozen weights have no gradients."""
     compute = {
         kind: speed.estimate(replace(setup, checkpointing=kind)).compute
         for kind in ("none", "attention", "op", "alternate", "full")
     }
-    assert compute["none"] <= compute["full"] <= 1.34 * compute["none"]
+    most = 1.34 if setup.adapter is None else 1.5
+    assert compute["none"] <= compute["full"] <= most * compute["none"]
     for kind in ("attention", "op", "alternate"):
         assert compute["none"] <= compute[kind] * SLACK and compute[kind] <= compute["full"] * SLACK
 
@@ -94,7 +96,7 @@ def test_a_node_alone_sends_nothing_between_nodes(setup):
 
 
 @properties
-@given(setups(strategy=STRATEGIES["FULL_SHARD"]))
+@given(setups(strategy=STRATEGIES["FULL_SHARD"], adapter=None))
 def test_full_sharding_sends_weights_twice_and_gradients_once(setup):
     """ZeRO's 3 Psi (arXiv 1910.02054, section 7.2.2), which NCCL's ring leads through every node."""
     ranks, parameters = setup.world_size, setup.shape.parameters
