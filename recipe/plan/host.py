@@ -115,7 +115,7 @@ def rank(
         exporting = _exporting(setup, written) if export_bytes else 0.0
         return _cpu_rank(setup, _loading(setup, first, file_bytes or setup.master_bytes), stays, goes, exporting)
     rests = fitted.PROCESS_BYTES + resting(setup) / setup.gpus_per_node
-    weights = setup.shape.parameters / setup.shards * setup.master_bytes if setup.offload else 0.0
+    weights = sharded.resting(_in_one_memory(setup))["weights"] if setup.offload else 0.0
     return Rank(
         load=fitted.PROCESS_BYTES + weights, train=rests, save=rests + stays + goes, export=rests + stays + written
     )

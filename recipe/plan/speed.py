@@ -133,9 +133,11 @@ def _beside(compute: float, communication: float) -> _Beside:
 
 
 def hardware_tflops(setup: Setup, speed: Speed) -> float:
-    """TFLOP/s of a GPU with recomputation counted, as Megatron's papers count (arXiv 2104.04473, equation 3)."""
+    """TFLOP/s of a GPU with recomputation counted, as Megatron's papers count (arXiv 2104.04473, equation 3): a third
+    more, or a half where frozen weights have no gradients."""
     again = {"full": 1.0, "alternate": 0.5}.get(setup.checkpointing, 0.0)
-    return speed.model_tflops * (3 + again) / 3
+    passes = 3 if setup.adapter is None else 2
+    return speed.model_tflops * (passes + again) / passes
 
 
 def _peak(setup: Setup) -> float:
